@@ -1,0 +1,201 @@
+"""The one attention call, and torch's signature over it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from qkv.backends.base import NEG_INF, Result, pattern_plan
+from qkv.dispatch import choose
+from qkv.dropout import draw_seed
+from qkv.errors import DTypeError, InvertedMaskWarning, ShapeError, message
+from qkv.patterns.given import mask
+from qkv.patterns.named import causal
+from qkv.patterns.pattern import Pattern
+from qkv.problem import Problem
+from qkv.question import Question, ask
+from qkv.scores import Alibi, Relative
+from qkv.shapes import values_can_be_seen
+from qkv.types import AuxOutput, AuxRequest, Layout
+from qkv.weights import collect
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pattern: Pattern | None = None,
+    bias: Tensor | Alibi | Relative | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    query_offset: int | list[int] | Tensor | None = None,
+    layout: Layout = "BHLD",
+    backend: str = "auto",
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, AuxOutput]:
+    """Attention over the pairs of a pattern, at the cost of that pattern.
+
+        scores = scale · q kᵀ → softcap · tanh(scores / softcap) → + bias → pattern → sinks → softmax → dropout → · v
+
+    query (..., H, L, D), key (..., G, S, D), value (..., G, S, V); also (L, D) and (B, L, D) without heads.
+    Query head h
+    reads key head h // (H / G). Result: (..., H, L, V) in the order of the query.
+
+    pattern: which keys a query may see; None: all. Where L != S the last query stands at the last key unless the
+    pattern's
+        `align` or `query_offset` (one int, or one a batch row) says where query 0 stands.
+    bias: added to the scores: a tensor that broadcasts to (B, H, L, S), `alibi(slopes)` or `relative(table)`;
+    -inf hides.
+    scale: default 1/sqrt(D); softcap: > 0; sinks: (H,) logits without a value that take part in the softmax.
+    dropout_p: 0 <= p < 1, on the normalised weights; this call drops whenever it is told to.
+    The mask is a pure function of
+        a seed, drawn from `generator` or torch's default one, and of batch row, head and positions: docs/dropout.md.
+    layout: "BHLD", or "BLHD" for (..., L, H, D).
+    backend: "auto", or a name that is used or refused with reasons; see `plan`.
+    return_aux: an AuxRequest; the result is then (output, AuxOutput).
+
+    A query that sees no key gets 0, log-sum-exp -inf and zero gradients. What a query may not see, NaN included, never
+    reaches its row. Accumulation is in float32, in float64 for float64 inputs.
+    Raises the errors of `qkv.errors`, all before any work.
+
+    >>> import torch
+    >>> query, key = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+    >>> attention(query, key, key, scale=1.0)
+    tensor([[0.7311, 1.7311]])
+    """
+    query, key, value = _autocast(query, key, value)
+    question = ask(
+        query,
+        key,
+        value,
+        pattern=pattern,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        generator=generator,
+        query_offset=query_offset,
+        layout=layout,
+        return_aux=return_aux,
+    )
+    output, aux = _answer(question, backend, generator)
+    return output if return_aux is None else (output, aux)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, signature and meaning, on qkv's backends.
+
+    A boolean attn_mask keeps where True, a float one is added; both broadcast to (..., H, L, S). `is_causal` aligns
+    top-left, and together with a mask both hold. Batch axes broadcast. Unlike torch's, dropout follows qkv's rule.
+    """
+    query, key, value = _autocast(query, key, value)
+    _check_heads(query, key, enable_gqa)
+    pattern, bias = (causal(align="top_left") if is_causal else None), attn_mask
+    if isinstance(attn_mask, Tensor):
+        bias = _right_aligned(attn_mask, max(query.ndim, key.ndim, value.ndim))
+        if bias.dtype == torch.bool:
+            kept = mask(_flat_batch(bias, query, key, value))
+            pattern, bias = (kept if pattern is None else pattern & kept), None
+    question = ask(
+        query, key, value, pattern=pattern, bias=bias, scale=scale, dropout_p=dropout_p, query_offset=0, broadcast=True
+    )
+    return _answer(question, "auto", None)[0]
+
+
+def _answer(question: Question, backend: str, generator: torch.Generator | None) -> tuple[Tensor, AuxOutput]:
+    """Choose, draw the seed, run, and give the result the caller's form."""
+    problem = question.problem
+    choice = choose(problem, backend)
+    seed = draw_seed(generator) if problem.dropout_p else 0
+    with torch.autocast(problem.device.type, enabled=False):
+        result = choice.backend.run(problem, question.tensors, seed)
+        _warn_if_all_hidden(problem, question.tensors.query, result)
+        aux = collect(problem, question.tensors, result)
+    return question.restore(result.output), aux
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What torch's own function does under autocast: inputs but float64 take the autocast type."""
+    if not all(isinstance(t, Tensor) and t.is_floating_point() for t in tensors):
+        return tensors
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind)) for t in tensors)
+
+
+def _warn_if_all_hidden(problem: Problem, query: Tensor, result: Result) -> None:
+    """Ask whether the mask is inverted when no query of the call sees a key."""
+    if not problem.queries * problem.keys * problem.batch * problem.heads or not values_can_be_seen(query):
+        return
+    hidden = pattern_plan(problem).pairs == 0
+    if not hidden and problem.bias is not None and not problem.sinks and result.lse.numel():
+        hidden = bool((result.lse == NEG_INF).all())
+    if hidden:
+        by = f"pattern {problem.pattern}" if problem.bias is None else f"pattern {problem.pattern} and the bias"
+        warnings.warn(
+            message(
+                "a query should see at least one key",
+                f"every query of this call is hidden from all keys by its {by}",
+                "is the mask inverted? True and 0 keep, False and -inf hide",
+            ),
+            InvertedMaskWarning,
+            stacklevel=4,
+        )
+
+
+def _right_aligned(attn_mask: Tensor, rank: int) -> Tensor:
+    """A mask with as many axes as the inputs, new ones in front, as broadcasting reads it."""
+    if attn_mask.ndim > rank:
+        raise ShapeError(
+            message(
+                f"`attn_mask` must have at most the {rank} axes of the inputs",
+                f"its shape is {list(attn_mask.shape)}",
+                "drop or squeeze axes",
+            )
+        )
+    return attn_mask.reshape((1,) * (rank - attn_mask.ndim) + tuple(attn_mask.shape))
+
+
+def _flat_batch(keep: Tensor, *inputs: Tensor) -> Tensor:
+    """A mask of the inputs' rank as (B, H, L, S): without heads one for all, several batch axes made one."""
+    if keep.ndim < 4:
+        return keep.unsqueeze(-3) if keep.ndim == 3 else keep[None, None]
+    leading = torch.broadcast_shapes(*((1,) * (keep.ndim - t.ndim) + tuple(t.shape[:-3]) for t in inputs))
+    if all(size == 1 for size in keep.shape[:-3]):
+        return keep.reshape(1, *keep.shape[-3:])
+    return keep.expand(*leading, *keep.shape[-3:]).reshape(-1, *keep.shape[-3:])
+
+
+def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    for name, tensor in (("query", query), ("key", key)):
+        if not isinstance(tensor, Tensor):
+            raise DTypeError(
+                message(f"`{name}` must be a tensor", f"got {type(tensor).__name__}", "torch.as_tensor(...)")
+            )
+    if enable_gqa or query.ndim < 4 or key.ndim < 4:
+        return
+    if query.shape[-3] != key.shape[-3] and 1 not in (query.shape[-3], key.shape[-3]):
+        raise ShapeError(
+            message(
+                "`query` and `key` must have the same number of heads unless `enable_gqa` is set",
+                f"query has H={query.shape[-3]}, key has G={key.shape[-3]}",
+                "pass enable_gqa=True to group query heads",
+            )
+        )

@@ -1,0 +1,1 @@
+"""One way a file to answer a problem; `qkv.dispatch` chooses among them."""

@@ -1,0 +1,147 @@
+"""What all backends share: their interface, biases by a rule, and products that keep hidden content hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv.patterns.expr import Extent
+from qkv.patterns.schedule import PatternPlan
+from qkv.problem import Problem, Tensors
+
+NEG_INF = float("-inf")
+Rows: TypeAlias = slice | Tensor  # rows of the call along one axis: a range, or their numbers
+
+
+class Result(NamedTuple):
+    """What a backend computes; the last two only where asked for."""
+
+    output: Tensor  # (B, H, L, V), the type of the inputs
+    lse: Tensor  # (B, H, L), the compute type
+    max_scores: Tensor | None = None  # (B, H, L)
+    entropy: Tensor | None = None  # (B, H, L)
+
+
+class Cost(NamedTuple):
+    """What a backend would do for a problem, forward; bytes count the tensors it reads, writes and holds."""
+
+    pairs: int  # visible (query, key) pairs over all batch rows and heads
+    computed: int  # pairs whose score is computed
+    flops: int
+    bytes_moved: int
+    peak_bytes: int  # beyond inputs
+
+
+class Backend(Protocol):
+    """One way to answer a problem."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why it cannot run on this machine at all, or None."""
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Everything that keeps it from answering this problem; empty when it can."""
+
+    def cost(self, problem: Problem) -> Cost:
+        """An estimate from the plan alone; runs nothing."""
+
+    def run(self, problem: Problem, tensors: Tensors, seed: int) -> Result:
+        """Answer the problem."""
+
+
+def pattern_plan(problem: Problem) -> PatternPlan:
+    """The block schedules of a problem, compiled or remembered."""
+    return problem.pattern.plan(
+        problem.queries,
+        problem.keys,
+        batch=problem.batch,
+        heads=problem.heads,
+        query_offset=problem.origin.query,
+        key_offset=problem.origin.key,
+    )
+
+
+def visible(problem: Problem, rows: Sequence[int] | None = None) -> Tensor:
+    """Which pairs exist, densely: bool (B or 1, H or 1, L or len(rows), S) on the problem's device."""
+    origin = problem.origin
+    row = np.arange(problem.queries) if rows is None else np.asarray(rows, dtype=np.int64).reshape(-1)
+    count = max(len(origin.query), len(origin.key))
+    starts = [(origin.query[b % len(origin.query)], origin.key[b % len(origin.key)]) for b in range(count)]
+    dense = problem.pattern.allowed(
+        np.array([query + row for query, _ in starts]),
+        np.array([key + np.arange(problem.keys) for _, key in starts]),
+        batch=problem.batch,
+        heads=problem.heads,
+        extents=[Extent(problem.queries, problem.keys, query, key) for query, key in starts],
+    )
+    return torch.from_numpy(dense).to(problem.device)
+
+
+def positions(origin: Sequence[int], count: int, device: torch.device) -> Tensor:
+    """Absolute positions, int64 (B or 1, count)."""
+    return torch.tensor(origin, dtype=torch.int64, device=device)[:, None] + torch.arange(count, device=device)
+
+
+def take(tensor: Tensor, axis: int, rows: Rows) -> Tensor:
+    """Some rows along an axis; an axis of size 1 that broadcasts stays."""
+    if tensor.shape[axis] == 1:
+        return tensor
+    if isinstance(rows, slice):
+        return tensor.narrow(axis, rows.start, rows.stop - rows.start)
+    return tensor.index_select(axis, rows)
+
+
+def rule_bias(problem: Problem, bias: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """The bias that a rule gives: bias (H, ...) of some heads, positions i (B or 1, l) and j (B or 1, s) -> (B or 1,
+    H, l, s).
+    """
+    distance = j[:, None, None, :] - i[:, None, :, None]
+    bias = bias.to(problem.compute_dtype)
+    if problem.bias == "alibi":
+        return -bias[:, None, None] * distance.abs().to(bias.dtype)
+    radius = bias.shape[1] // 2
+    entry = (distance.clamp(-radius, radius) + radius).squeeze(1)  # (B or 1, l, s)
+    return bias[:, entry].transpose(0, 1)
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether no number is NaN or infinite; a range that overflows its type counts as not finite,
+    which is only slower.
+    """
+    for tensor in tensors:
+        if tensor.numel():
+            low, high = tensor.detach().aminmax()
+            if not bool(torch.isfinite(high - low)):
+                return False
+    return True
+
+
+def finite_part(tensor: Tensor) -> Tensor:
+    """The tensor with 0 for every NaN and infinity; no gradient flows to those."""
+    return torch.where(torch.isfinite(tensor), tensor, 0.0)
+
+
+def careful_scores(query: Tensor, key: Tensor) -> Tensor:
+    """query · keyᵀ whose gradient does not carry a NaN from one pair to another:
+    products with non-finite rows are constants.
+    """
+    raw = query.detach() @ key.detach().transpose(-1, -2)
+    clean = finite_part(query) @ finite_part(key).transpose(-1, -2)
+    return torch.where(torch.isfinite(raw), clean, raw)
+
+
+def careful_product(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """weights · values where a NaN or infinity reaches only the rows that see it: seen (..., l, s) bool.
+
+    A row that sees one comes out as NaN in that column.
+    """
+    bad = (~torch.isfinite(values.detach())).to(weights.dtype)
+    hit = (seen.to(weights.dtype) @ bad) > 0
+    return (weights @ finite_part(values)).masked_fill(hit, float("nan"))

@@ -1,0 +1,1 @@
+"""The command `qkv`: parsing arguments and printing, nothing else. Import from the defining files."""

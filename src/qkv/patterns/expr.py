@@ -1,0 +1,280 @@
+"""The tree that a pattern means: leaves joined by and, or, not. Knows no text, no tiles and no tensors of the call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from qkv.patterns.masks import TileGrid
+
+FAR = 1 << 40  # beyond every position: stands for "unbounded"
+
+
+class Extent(NamedTuple):
+    """The rectangle of positions that a call looks at: queries start .. start + count - 1, keys likewise."""
+
+    queries: int
+    keys: int
+    query_start: int = 0
+    key_start: int = 0
+
+
+class Sizes(NamedTuple):
+    """What a leaf may need to check itself against: axis sizes of the call, and its query offsets."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    offsets: tuple[int, ...]
+
+
+class Intervals(NamedTuple):
+    """Ranges of key positions [start, stop), each belonging to a query segment `owner`; int64 arrays of one length."""
+
+    owner: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    @classmethod
+    def one_each(cls, start: np.ndarray, stop: np.ndarray) -> Intervals:
+        """One range a segment, in order."""
+        return cls(np.arange(len(start)), start, stop)
+
+    @classmethod
+    def everything(cls, segments: int) -> Intervals:
+        return cls.one_each(np.full(segments, -FAR), np.full(segments, FAR))
+
+    @classmethod
+    def nothing(cls) -> Intervals:
+        none = np.zeros(0, dtype=np.int64)
+        return cls(none, none, none)
+
+    @classmethod
+    def for_segments(cls, chosen: np.ndarray) -> Intervals:
+        """Everything for the chosen segments (a bool array), nothing for the others."""
+        owner = np.flatnonzero(chosen)
+        return cls(owner, np.full(len(owner), -FAR), np.full(len(owner), FAR))
+
+
+@dataclass(frozen=True, eq=False)
+class Expr(ABC):
+    """A node of the tree. `key` says what it means: equal keys, equal sets of pairs."""
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[object, ...]: ...
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return ()
+
+    def leaves(self) -> Iterator[Leaf]:
+        """Every leaf, left to right, repeats included."""
+        for child in self.children:
+            yield from child.leaves()
+
+
+@dataclass(frozen=True, eq=False)
+class Const(Expr):
+    """All pairs, or none."""
+
+    value: bool
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return ("const", self.value)
+
+
+ALL, NONE = Const(True), Const(False)
+
+
+class Leaf(Expr):
+    """One question about a pair of absolute positions (i, j).
+
+    `spread`: touches nearly all tiles in natural order, and owns an order in which it does not.
+    `batch`, `heads`: the sizes of the axes that the answer depends on, or None.
+    """
+
+    spread: ClassVar[bool] = False
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self
+
+    @property
+    def batch(self) -> int | None:
+        return None
+
+    @property
+    def heads(self) -> int | None:
+        return None
+
+    def check(self, sizes: Sizes) -> None:
+        """Raise where the leaf does not fit the sizes of a call."""
+
+    def bind(self, b: int, h: int, extent: Extent) -> Expr:
+        """The same question for one batch row, one head and one extent."""
+        return self
+
+    @abstractmethod
+    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        """Whether each pair is in the set; i and j are int64 arrays that broadcast."""
+
+    def intervals(self, low: np.ndarray, high: np.ndarray) -> tuple[Intervals, Intervals]:
+        """For queries low..high (inclusive) of each segment: keys that some may see, keys that all see.
+
+        The first may hold too many, the second too few: this default knows nothing, and every tile is evaluated.
+        """
+        return Intervals.everything(len(low)), Intervals.nothing()
+
+    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
+        """Numbers of each tile such that tiles with equal numbers have equal bits. Default: the tile itself."""
+        return grid.row, grid.col
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Expr):
+    """The pairs that are not in the operand."""
+
+    operand: Expr
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        return ("not", self.operand.key)
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.operand,)
+
+
+@dataclass(frozen=True, eq=False)
+class And(Expr):
+    """The pairs in both."""
+
+    left: Expr
+    right: Expr
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        return ("and", self.left.key, self.right.key)
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.left, self.right)
+
+
+@dataclass(frozen=True, eq=False)
+class Or(Expr):
+    """The pairs in either."""
+
+    left: Expr
+    right: Expr
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        return ("or", self.left.key, self.right.key)
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return (self.left, self.right)
+
+
+@dataclass(frozen=True, eq=False)
+class PerHead(Expr):
+    """One expression a head."""
+
+    members: tuple[Expr, ...]
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        return ("per_head", *(member.key for member in self.members))
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return self.members
+
+
+def conj(a: Expr, b: Expr) -> Expr:
+    """a and b, with constants and repeats folded away."""
+    if isinstance(a, Const):
+        return b if a.value else NONE
+    if isinstance(b, Const):
+        return a if b.value else NONE
+    return a if a.key == b.key else And(a, b)
+
+
+def disj(a: Expr, b: Expr) -> Expr:
+    """a or b, with constants and repeats folded away."""
+    if isinstance(a, Const):
+        return ALL if a.value else b
+    if isinstance(b, Const):
+        return ALL if b.value else a
+    return a if a.key == b.key else Or(a, b)
+
+
+def neg(a: Expr) -> Expr:
+    """Not a, with constants and double negation folded away."""
+    if isinstance(a, Const):
+        return NONE if a.value else ALL
+    return a.operand if isinstance(a, Not) else Not(a)
+
+
+def rebuild(expr: Expr, replace: Callable[[Leaf], Expr], head: int | None = None) -> Expr:
+    """The tree with every leaf replaced, simplified on the way up; `head` picks the member of each per_head."""
+    if isinstance(expr, Leaf):
+        return replace(expr)
+    if isinstance(expr, Not):
+        return neg(rebuild(expr.operand, replace, head))
+    if isinstance(expr, And):
+        return conj(rebuild(expr.left, replace, head), rebuild(expr.right, replace, head))
+    if isinstance(expr, Or):
+        return disj(rebuild(expr.left, replace, head), rebuild(expr.right, replace, head))
+    if isinstance(expr, PerHead):
+        assert head is not None, "per_head must be specialised for a head before it is compiled"
+        return rebuild(expr.members[head], replace, head)
+    return expr
+
+
+def specialise(expr: Expr, b: int, h: int, extent: Extent) -> Expr:
+    """The expression for one batch row, head and extent."""
+    return rebuild(expr, lambda leaf: leaf.bind(b, h, extent), h)
+
+
+def substitute(expr: Expr, test: Callable[[Leaf], bool], value: bool) -> Expr:
+    """The expression with every leaf that passes the test replaced by a constant."""
+    return rebuild(expr, lambda leaf: Const(value) if test(leaf) else leaf)
+
+
+def polarity(expr: Expr, key: tuple[object, ...], positive: bool = True) -> set[bool]:
+    """The signs, True for positive, with which the leaf of this key occurs."""
+    if isinstance(expr, Leaf):
+        return {positive} if expr.key == key else set()
+    if isinstance(expr, Not):
+        return polarity(expr.operand, key, not positive)
+    return set().union(*(polarity(child, key, positive) for child in expr.children))
+
+
+def evaluate(expr: Expr, leaf_value: Callable[[Leaf], np.ndarray], everything: np.ndarray) -> np.ndarray:
+    """Join the leaves' bool or word arrays by the tree; `everything` stands for a true constant of that kind."""
+    if isinstance(expr, Leaf):
+        return leaf_value(expr)
+    if isinstance(expr, Const):
+        return everything if expr.value else everything ^ everything
+    if isinstance(expr, Not):
+        return everything ^ evaluate(expr.operand, leaf_value, everything)
+    left, right = (evaluate(child, leaf_value, everything) for child in expr.children)
+    return left & right if isinstance(expr, And) else left | right
+
+
+def axis_sizes(expr: Expr) -> tuple[bool, bool]:
+    """Whether the answer depends on the batch row, and on the head."""
+    own_heads = isinstance(expr, PerHead) or (isinstance(expr, Leaf) and expr.heads is not None)
+    own_batch = isinstance(expr, Leaf) and expr.batch is not None
+    below = [axis_sizes(child) for child in expr.children]
+    return own_batch or any(b for b, _ in below), own_heads or any(h for _, h in below)

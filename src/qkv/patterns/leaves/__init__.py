@@ -1,0 +1,1 @@
+"""The questions that patterns are made of, a kind a file."""

@@ -1,0 +1,59 @@
+"""Leaves on the distance i - j: a band of offsets (causal, windows) and residue classes (strided, dilated)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from qkv.patterns.expr import FAR, Intervals, Leaf
+
+if TYPE_CHECKING:
+    from qkv.patterns.masks import TileGrid
+
+
+@dataclass(frozen=True, eq=False)
+class Offsets(Leaf):
+    """low <= i - j <= high; -FAR and FAR stand for unbounded."""
+
+    low: int
+    high: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return ("offsets", self.low, self.high)
+
+    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        distance = i - j
+        return (self.low <= distance) & (distance <= self.high)
+
+    def intervals(self, low: np.ndarray, high: np.ndarray) -> tuple[Intervals, Intervals]:
+        maybe = Intervals.one_each(low - self.high, high - self.low + 1)
+        sure = Intervals.one_each(high - self.high, low - self.low + 1)
+        return maybe, sure
+
+    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
+        bounds = [bound for bound in (self.low, self.high) if abs(bound) < FAR]
+        if not bounds:
+            return ()
+        distance = np.clip(grid.distance, min(bounds) - grid.reach, max(bounds) + grid.reach)
+        return grid.query_shape, grid.key_shape, distance
+
+
+@dataclass(frozen=True, eq=False)
+class Congruent(Leaf):
+    """i = j modulo the modulus."""
+
+    modulus: int
+    spread: ClassVar[bool] = True
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return ("congruent", self.modulus)
+
+    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        return (i - j) % self.modulus == 0
+
+    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
+        return grid.query_shape, grid.key_shape, grid.distance % self.modulus

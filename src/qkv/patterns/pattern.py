@@ -1,0 +1,245 @@
+"""The public pattern: a frozen value that says which (query, key) pairs exist, without a length,
+on absolute positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv.errors import DTypeError, MaskError, ShapeError, ValueOutOfRange, message
+from qkv.patterns.canonical import canonical
+from qkv.patterns.expr import Expr, Extent, PerHead, Sizes, axis_sizes, conj, disj, evaluate, neg, rebuild, specialise
+from qkv.patterns.leaves.dense import Where
+from qkv.patterns.picture import picture
+from qkv.patterns.schedule import PatternPlan, plan_pattern
+
+Align: TypeAlias = Literal["top_left", "bottom_right"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pattern:
+    """Which keys a query may see. Compose with `&`, `|`, `-`, `~`; equal patterns hold the same pairs at every length.
+
+    Lengths are given where a question needs them: L queries, S keys (S = L where left out),
+    and the absolute position of
+    query 0: `query_offset`, else what `align` says, else S - L, so that the last query stands at the last key.
+    """
+
+    expr: Expr
+    text: str
+    align: Align | None = None
+    operator: str = ""  # the last operation of the text, "" for a call
+
+    def __and__(self, other: Pattern) -> Pattern:
+        return _join(self, other, "&", conj)
+
+    def __or__(self, other: Pattern) -> Pattern:
+        return _join(self, other, "|", disj)
+
+    def __sub__(self, other: Pattern) -> Pattern:
+        return _join(self, other, "-", lambda a, b: conj(a, neg(b)))
+
+    def __invert__(self) -> Pattern:
+        return Pattern(neg(self.expr), f"~{self.operand_text()}", self.align, "~")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        return self._form == other._form
+
+    def __hash__(self) -> int:
+        return hash(self._form)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Pattern({self.text})"
+
+    def __bool__(self) -> bool:
+        raise MaskError(
+            message("a pattern has no truth value", f"got {self.text} in `and`, `or`, `not` or `if`", "use & | - ~")
+        )
+
+    @cached_property
+    def _form(self) -> Hashable:
+        return canonical(self.expr), self.align
+
+    def operand_text(self, operator: str = "") -> str:
+        """The text as an operand, in parentheses wherever a reader could doubt; a left operand may chain & and |."""
+        plain = self.operator in ("", "~") or (self.operator == operator and operator in ("&", "|"))
+        return self.text if plain else f"({self.text})"
+
+    def check(self, *, batch: int, heads: int, queries: int, keys: int, offsets: Sequence[int]) -> None:
+        """Raise ShapeError, MaskError or ValueOutOfRange where the pattern does not fit the sizes of a call."""
+        _check_heads(self.expr, heads)
+        sizes = Sizes(batch, heads, queries, keys, tuple(offsets))
+        for leaf in self.expr.leaves():
+            leaf.check(sizes)
+
+    def offset(self, queries: int, keys: int) -> int:
+        """The absolute position of query 0 that the alignment says."""
+        return 0 if self.align == "top_left" else keys - queries
+
+    def plan(
+        self,
+        L: int,
+        S: int | None = None,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        query_offset: int | Sequence[int] | None = None,
+        key_offset: int | Sequence[int] = 0,
+    ) -> PatternPlan:
+        """Compile to block schedules, in time and memory proportional to the blocks kept."""
+        S = L if S is None else S
+        _check_lengths(L, S)
+        starts = _each(self.offset(L, S) if query_offset is None else query_offset)
+        self.check(batch=batch, heads=heads, queries=L, keys=S, offsets=starts)
+        expr = _probed(self.expr, Sizes(batch, heads, L, S, starts))
+        return plan_pattern(
+            expr, batch=batch, heads=heads, queries=L, keys=S, query_starts=starts, key_starts=_each(key_offset)
+        )
+
+    def allowed(self, i: np.ndarray, j: np.ndarray, *, batch: int, heads: int, extents: Sequence[Extent]) -> np.ndarray:
+        """Element by element, whether pairs of positions exist: bool (B or 1, H or 1, l, s).
+
+        i: int64 (B or 1, l) and j: int64 (B or 1, s), absolute positions. extents: the whole call's,
+        one a batch row or one.
+        """
+        sizes = Sizes(batch, heads, extents[0].queries, extents[0].keys, tuple(e.query_start for e in extents))
+        expr = _probed(self.expr, sizes)
+        by_batch, by_head = axis_sizes(expr)
+        rows = batch if by_batch or max(len(i), len(j), len(extents)) > 1 else min(batch, 1)
+        out = np.empty((rows, heads if by_head else min(heads, 1), i.shape[1], j.shape[1]), dtype=bool)
+        for b in range(out.shape[0]):
+            for h in range(out.shape[1]):
+                member = specialise(expr, b, h, extents[b % len(extents)])
+                query, key = i[b % len(i)][:, None], j[b % len(j)][None, :]
+                everything = np.ones((i.shape[1], j.shape[1]), dtype=bool)
+                out[b, h] = evaluate(member, lambda leaf, i=query, j=key: leaf.contains(i, j), everything)  # type: ignore[misc]
+        return out
+
+    def to_dense(
+        self,
+        L: int,
+        S: int | None = None,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        query_offset: int | Sequence[int] | None = None,
+    ) -> Tensor:
+        """The whole L by S picture as a bool tensor: (L, S), or (B, H, L, S) where it depends on the batch row or
+        head.
+        """
+        S = L if S is None else S
+        _check_lengths(L, S)
+        starts = _each(self.offset(L, S) if query_offset is None else query_offset)
+        self.check(batch=batch, heads=heads, queries=L, keys=S, offsets=starts)
+        i = np.array(starts, dtype=np.int64)[:, None] + np.arange(L)
+        extents = [Extent(L, S, start) for start in starts]
+        dense = torch.from_numpy(self.allowed(i, np.arange(S)[None], batch=batch, heads=heads, extents=extents))
+        varies = dense.shape[0] > 1 or dense.shape[1] > 1 or any(axis_sizes(self.expr))
+        return dense.expand(batch, heads, L, S) if varies else dense[0, 0]
+
+    def count(self, L: int, S: int | None = None, *, batch: int = 1, heads: int = 1) -> int:
+        """The exact number of pairs, over all batch rows and heads, from the compiled schedule."""
+        return self.plan(L, S, batch=batch, heads=heads).pairs
+
+    def density(self, L: int, S: int | None = None, *, batch: int = 1, heads: int = 1) -> float:
+        """The share of all pairs that exist; 0 where there are none to have."""
+        total = batch * heads * L * (L if S is None else S)
+        return self.count(L, S, batch=batch, heads=heads) / total if total else 0.0
+
+    def equivalent(self, other: Pattern, L: int, S: int | None = None) -> bool:
+        """Whether two patterns hold the same pairs at these lengths, each at its own offset of query 0."""
+        S = L if S is None else S
+        at = [pattern.offset(L, S) for pattern in (self, other)]
+        if at[0] == at[1]:
+            both_ways = disj(conj(self.expr, neg(other.expr)), conj(other.expr, neg(self.expr)))
+            return Pattern(both_ways, "").plan(L, S, query_offset=at[0]).pairs == 0
+        return torch.equal(self.to_dense(L, S), other.to_dense(L, S))
+
+    def show(self, L: int, S: int | None = None) -> str:
+        """A picture in text: one character a pair up to 64 wide, a share of a tile beyond; head and batch row 0."""
+        dense = self.to_dense(L, S, heads=_head_count(self.expr), batch=_batch_count(self.expr))
+        return picture(dense.reshape(-1, *dense.shape[-2:])[0].numpy())
+
+
+def _join(a: Pattern, b: object, operator: str, combine: Callable[[Expr, Expr], Expr]) -> Pattern:
+    if not isinstance(b, Pattern):
+        raise DTypeError(
+            message(
+                f"both sides of `{operator}` must be patterns",
+                f"the right side is {type(b).__name__}",
+                "wrap a boolean tensor as mask(keep=...)",
+            )
+        )
+    if a.align and b.align and a.align != b.align:
+        raise MaskError(
+            message(
+                "the parts of a pattern must agree on `align`",
+                f"{a.text} says {a.align!r}, {b.text} says {b.align!r}",
+                "give `align` once, or pass `query_offset=` to the call",
+            )
+        )
+    text = f"{a.operand_text(operator)} {operator} {b.operand_text()}"
+    return Pattern(combine(a.expr, b.expr), text, a.align or b.align, operator)
+
+
+def _each(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _check_lengths(L: int, S: int) -> None:
+    for name, length in (("L", L), ("S", S)):
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise DTypeError(message(f"`{name}` must be an integer", f"got {length!r}", "give a number of tokens"))
+        if length < 0:
+            raise ValueOutOfRange(message(f"`{name}` must be at least 0", f"got {length}", "give a number of tokens"))
+
+
+def _check_heads(expr: Expr, heads: int) -> None:
+    if isinstance(expr, PerHead) and len(expr.members) != heads:
+        raise ShapeError(
+            message(
+                f"`per_head` must list one pattern for each of the H={heads} query heads",
+                f"it lists {len(expr.members)}",
+                "repeat patterns where several heads share one",
+            )
+        )
+    for child in expr.children:
+        _check_heads(child, heads)
+
+
+def _probed(expr: Expr, sizes: Sizes) -> Expr:
+    """The expression with every user function asked which of b and h its answer depends on."""
+    if not any(isinstance(leaf, Where) for leaf in expr.leaves()):
+        return expr
+    return _replace(expr, sizes)
+
+
+def _replace(expr: Expr, sizes: Sizes) -> Expr:
+    if isinstance(expr, PerHead):
+        return PerHead(tuple(_replace(member, sizes) for member in expr.members))
+    if expr.children and any(isinstance(child, PerHead) for child in expr.children):
+        parts = [_replace(child, sizes) for child in expr.children]
+        return type(expr)(*parts)
+    return rebuild(expr, lambda leaf: leaf.probe(sizes) if isinstance(leaf, Where) else leaf)
+
+
+def _head_count(expr: Expr) -> int:
+    own = len(expr.members) if isinstance(expr, PerHead) else 1
+    leaves = [leaf.heads or 1 for leaf in expr.leaves()]
+    return max([own, *leaves, *(_head_count(child) for child in expr.children)])
+
+
+def _batch_count(expr: Expr) -> int:
+    return max([1, *(leaf.batch or 1 for leaf in expr.leaves())])

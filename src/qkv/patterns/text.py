@@ -1,0 +1,114 @@
+"""Reading a pattern's text: the Python expression that `str` prints, with constructors and literals only,
+never evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import NoReturn
+
+from qkv.errors import PatternSyntaxError, QkvError, message, unknown_name
+from qkv.patterns import named
+from qkv.patterns.given import key_lengths
+from qkv.patterns.pattern import Pattern
+
+LONGEST = 10_000  # characters; a text is a line that a person wrote
+CONSTRUCTORS: dict[str, Callable[..., Pattern]] = {
+    function.__name__: function
+    for function in (
+        named.full,
+        named.causal,
+        named.window,
+        named.sliding_window,
+        named.dilated,
+        named.strided,
+        named.fixed,
+        named.sparse_transformer,
+        named.global_tokens,
+        named.prefix,
+        named.random_blocks,
+        named.block_local,
+        named.neighborhood,
+        named.windows2d,
+        named.axial,
+        named.longformer,
+        named.bigbird,
+        named.per_head,
+        key_lengths,
+    )
+}
+CONTENT = (
+    "documents",
+    "key_padding",
+    "mask",
+    "blocks",
+    "where",
+)  # given as tensors or functions, which a text cannot hold
+
+
+def parse(text: str) -> Pattern:
+    """The pattern that a text says, for example `parse("causal() & window(127)")`.
+
+    Precedence is Python's: `~`, then `-`, then `&`, then `|`. Raises PatternSyntaxError,
+    or the constructor's own error.
+    """
+    if not isinstance(text, str) or len(text) > LONGEST:
+        seen = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
+        _refuse(f"a text of at most {LONGEST:,} characters", f"got {seen}", "write a pattern as str(pattern) prints it")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        return _pattern(tree)
+    except SyntaxError as error:
+        _refuse("a Python expression", f"got {text!r} ({error.msg})", "write for example causal() & window(127)")
+    except (RecursionError, MemoryError):
+        _refuse("an expression of moderate depth", "it is nested too deeply", "build it in Python instead")
+
+
+def _refuse(holds: str, seen: str, remedy: str) -> NoReturn:
+    raise PatternSyntaxError(message(f"a pattern's text must be {holds}", seen, remedy)) from None
+
+
+def _pattern(node: ast.expr) -> Pattern:
+    if isinstance(node, ast.Call):
+        return _call(node)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+        return ~_pattern(node.operand)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
+        return _pattern(node.left) & _pattern(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _pattern(node.left) | _pattern(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        return _pattern(node.left) - _pattern(node.right)
+    _refuse(
+        "pattern calls joined by & | - ~", f"got {ast.unparse(node)!r}", "name a constructor with parentheses: causal()"
+    )
+
+
+def _call(node: ast.Call) -> Pattern:
+    name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+    if name in CONTENT:
+        _refuse("made of literals", f"{name}(...) holds a tensor or a function", f"build {name}(...) in Python")
+    if name not in CONSTRUCTORS:
+        raise unknown_name("pattern", name, CONSTRUCTORS)
+    arguments = [_value(argument) for argument in node.args]
+    keywords = {keyword.arg: _value(keyword.value) for keyword in node.keywords if keyword.arg is not None}
+    if len(keywords) != len(node.keywords):
+        _refuse("made of plain arguments", f"got ** in {ast.unparse(node)!r}", "name each argument")
+    try:
+        return CONSTRUCTORS[name](*arguments, **keywords)
+    except QkvError:
+        raise
+    except TypeError as error:
+        _refuse(
+            "calls with the constructors' arguments", f"got {ast.unparse(node)!r} ({error})", f"see help(qkv.{name})"
+        )
+
+
+def _value(node: ast.expr) -> object:
+    if isinstance(node, ast.List) and node.elts and all(isinstance(item, ast.Call | ast.BinOp) for item in node.elts):
+        return [_pattern(item) for item in node.elts]
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        _refuse("made of literals", f"got {ast.unparse(node)!r}", "write numbers, strings, tuples and lists")
