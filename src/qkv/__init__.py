@@ -2,6 +2,7 @@
 
 from qkv.attention import attention as attention
 from qkv.attention import scaled_dot_product_attention as scaled_dot_product_attention
+from qkv.explain.build import explain as explain
 from qkv.merging import Merged as Merged
 from qkv.merging import merge as merge
 from qkv.patterns import Pattern as Pattern

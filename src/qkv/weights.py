@@ -22,15 +22,15 @@ def collect(problem: Problem, tensors: Tensors, result: Result) -> AuxOutput:
         lse=result.lse if aux.lse else None,
         max_scores=result.max_scores,
         entropy=result.entropy,
-        weights=None if aux.weights is False else _weights(problem, tensors),
+        weights=None if aux.weights is False else _weights(problem, tensors).to(problem.dtype),
         top_k=None if aux.top_k is None else _top_k(problem, tensors, aux.top_k),
     )
 
 
 def _rows(problem: Problem, tensors: Tensors, rows: Sequence[int] | None) -> Tensor:
-    """Weights (B, H, rows, S) before dropout, differentiable."""
+    """Weights (B, H, rows, S) before dropout in the compute type, differentiable."""
     scores, _ = dense_scores(problem, tensors, rows)
-    return softmax_rows(scores, tensors.sinks).weights.to(problem.dtype)
+    return softmax_rows(scores, tensors.sinks).weights
 
 
 def _weights(problem: Problem, tensors: Tensors) -> Tensor:
@@ -51,7 +51,7 @@ def _top_k(problem: Problem, tensors: Tensors, k: int) -> TopK:
     values, indices = [], []
     for rows in _chunks(problem.queries):
         ordered = torch.sort(_rows(problem, tensors, rows), dim=-1, descending=True, stable=True)
-        values.append(ordered.values[..., :k])
+        values.append(ordered.values[..., :k].to(problem.dtype))
         indices.append(ordered.indices[..., :k])
     return TopK(torch.cat(values, dim=2), torch.cat(indices, dim=2))
 

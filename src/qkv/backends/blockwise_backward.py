@@ -125,6 +125,8 @@ def _group(
         key, value = scene.keys(step), scene.values(step)
         scores = scene.scores(query, key, group.rows, step)
         weights = torch.exp(scores.values - rows.shift[..., None])
+        if scene.careful and scores.seen is not None:
+            weights = weights.masked_fill(~scores.seen, 0.0)  # in a row of NaN hidden weights are NaN too
         grad_weights = scene.unshare(shared_grad @ value.transpose(-1, -2), query.shape[2])
         dropped = weights
         if scene.problem.dropout_p:
@@ -196,5 +198,6 @@ def _add_tile(target: Tensor, rows: Rows, keys: Rows, grad: Tensor) -> None:
     elif isinstance(rows, slice):
         target.index_add_(3, keys, grad)
     else:
-        every = slice(None)
-        target.index_put_((every, every, rows[:, None], keys[None, :]), grad, accumulate=True)  # type: ignore[arg-type]
+        batch, heads = (torch.arange(size, device=target.device) for size in target.shape[:2])
+        places = (batch[:, None, None, None], heads[:, None, None], rows[:, None], keys)
+        target.index_put_(places, grad, accumulate=True)  # padding repeats row 0

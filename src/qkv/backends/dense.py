@@ -30,7 +30,7 @@ def dense_scores(problem: Problem, tensors: Tensors, rows: Sequence[int] | None 
     picked = slice(0, problem.queries) if rows is None else torch.tensor(rows, dtype=torch.int64, device=problem.device)
     wide = problem.compute_dtype
     query = tensors.query[:, :, picked].to(wide).contiguous()
-    key = repeat_heads(tensors.key, problem.heads).to(wide).contiguous()
+    key = repeat_heads(tensors.key.to(wide).contiguous(), problem.heads)
     scores = careful_scores(query * problem.scale, key)
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
@@ -71,4 +71,5 @@ def softmax_rows(scores: Tensor, sinks: Tensor | None) -> RowSoftmax:
     empty = total == 0
     filled = torch.where(empty, 1.0, total)
     lse = torch.where(empty, NEG_INF, shift + torch.log(filled))
-    return RowSoftmax(weights / filled[..., None], lse, top)
+    # hidden weights are constants: what comes back to them, of a hidden value perhaps, must not reach the sum of the row
+    return RowSoftmax(torch.where(scores == NEG_INF, 0.0, weights / filled[..., None]), lse, top)

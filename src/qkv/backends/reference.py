@@ -40,7 +40,7 @@ class Reference:
         kept = softmax.weights
         if problem.dropout_p:
             kept = kept * _keep(problem, seed) * keep_scale(problem.dropout_p)
-        value = repeat_heads(tensors.value, problem.heads).to(problem.compute_dtype).contiguous()
+        value = repeat_heads(tensors.value.to(problem.compute_dtype).contiguous(), problem.heads)
         return Result(
             careful_product(kept, value, seen).to(problem.dtype),
             softmax.lse,

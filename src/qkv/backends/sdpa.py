@@ -88,4 +88,4 @@ def _mask(problem: Problem, bias: Tensor | None) -> Tensor:
     if problem.bias != "tensor":
         i = positions(problem.origin.query, problem.queries, problem.device)
         bias = rule_bias(problem, bias, i, positions(problem.origin.key, problem.keys, problem.device))
-    return torch.where(seen, bias.to(problem.dtype), NEG_INF)
+    return torch.where(seen, bias.to(problem.compute_dtype), NEG_INF)

@@ -60,7 +60,7 @@ def explain(
     tensor([[[[1., 0.]]]], dtype=torch.float64)
     """
     q, k, v = (_as_float64(tensor) for tensor in (query, key, value))
-    bias = bias.detach().double() if isinstance(bias, Tensor) and bias.is_floating_point() else bias
+    bias = _as_float64(bias) if isinstance(bias, Tensor) and bias.is_floating_point() else bias
     question = ask(
         q,
         k,

@@ -88,7 +88,7 @@ def _settle(table: np.ndarray, axis: int, modulus: int, distances: list[int]) ->
     for cell, (low, high) in enumerate(pairwise(edges)):
         place: list[object] = [slice(None)] * table.ndim
         place[0] = cell
-        false, true = (tuple([*place[:axis], side, *place[axis + 1 :]]) for side in (0, 1))
+        false, true = ((*place[:axis], side, *place[axis + 1 :]) for side in (0, 1))
         if modulus == 1 or (low == 0 and high == 1):
             table[false] = table[true]  # type: ignore[index]
         elif low is not None and high is not None and -(-low // modulus) * modulus >= high:

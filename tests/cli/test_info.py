@@ -1,0 +1,101 @@
+"""`qkv info`: the data is that of this machine, and both forms print all of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import qkv.info as module
+from qkv.cli.info import render
+from qkv.cli.main import main
+from qkv.dispatch import BACKENDS
+from qkv.errors import ValueOutOfRange
+from qkv.info import info
+from qkv.settings import SETTINGS, override
+
+
+def test_versions_and_machine_are_the_running_ones():
+    found = info()
+    assert found.versions["torch"] == torch.__version__
+    assert list(found.versions) == ["qkv", "torch", "numpy", "python"]
+    assert found.machine.threads == torch.get_num_threads()
+    assert found.machine.torch_capability == torch.backends.cpu.get_cpu_capability()
+    assert found.devices[0] == "cpu"
+
+
+def test_backends_are_all_there_in_order_with_their_reason():
+    found = info()
+    assert [(row.name, row.unavailable) for row in found.backends] == [(b.name, b.unavailable) for b in BACKENDS]
+    assert {"reference", "blockwise", "sdpa"} <= {row.name for row in found.backends if row.unavailable is None}
+    assert all(row.unavailable for row in found.backends if row.name in {"cpu", "flex", "triton"})
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (
+            "processor : 0\nmodel name\t: Some CPU\nflags\t\t: fpu avx2 amx_bf16 avx512f\n",
+            ("avx2", "avx512f", "amx_bf16"),
+        ),
+        ("processor : 0\nFeatures : fp asimd sve bf16\n", ("asimd", "bf16", "sve")),
+        ("processor : 0\nflags : fpu\n", ()),
+        ("processor : 0\n", None),
+    ],
+)
+def test_instruction_sets_come_from_the_list_of_processors(monkeypatch, tmp_path, text, expected):
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(module, "Path", lambda _: tmp_path / "cpuinfo")
+    assert info().machine.instruction_sets == expected
+
+
+def test_a_system_without_a_list_of_processors_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "Path", lambda _: tmp_path / "absent")
+    found = info()
+    assert found.machine.instruction_sets is None
+    assert "instruction sets    not listed by this system" in render(found)
+
+
+def test_optional_packages_tell_version_or_absence(monkeypatch):
+    monkeypatch.setattr(module, "OPTIONAL", {"numpy": "sums", "no-such-distribution": "nothing"})
+    found = info()
+    assert [(row.name, row.version is None) for row in found.optional] == [
+        ("numpy", False),
+        ("no-such-distribution", True),
+    ]
+    assert "no-such-distribution  absent, for nothing" in render(found)
+
+
+def test_text_names_every_backend_and_why_not(capsys, monkeypatch):
+    monkeypatch.setattr(
+        module,
+        "BACKENDS",
+        (SimpleNamespace(name="good", unavailable=None), SimpleNamespace(name="cpu", unavailable="no compiler")),
+    )
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nbackends\n  good  available\n  cpu   not available: no compiler\n" in printed
+
+
+def test_json_is_the_whole_report(capsys):
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(asdict(info())))
+
+
+def test_settings_show_their_value_now(capsys):
+    with override("QKV_BACKEND", "reference"):
+        assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert "QKV_BACKEND        reference, " in printed
+    assert all(setting.name in printed for setting in SETTINGS)
+
+
+def test_a_bad_setting_is_an_error_in_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("QKV_BACKEND", "best")
+    assert main(["info"]) == 2
+    assert capsys.readouterr().err.startswith("qkv: error: `QKV_BACKEND` must be auto, ")
+    with pytest.raises(ValueOutOfRange):
+        info()
