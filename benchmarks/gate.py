@@ -59,11 +59,11 @@ def check(result: Result, expected: list[Claim]) -> float:
     return worst
 
 
-def _seen(case: Case, tokens: int, rows: Tensor) -> Tensor:
-    """Which keys some rows see, (rows, S), by the oracle's rule."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    pairs = oracles.Pairs(zero, zero, rows[:, None], torch.arange(tokens), rows[:, None], tokens)
-    return torch.as_tensor(case.rule(tokens)(pairs)).expand(len(rows), tokens)
+def _seen(case: Case, tokens: int, rows: Tensor, keys: Tensor | None = None) -> Tensor:
+    """Which keys some rows see, (rows, S or keys), by the oracle's rule."""
+    zero, keys = torch.zeros(1, dtype=torch.int64), torch.arange(tokens) if keys is None else keys
+    pairs = oracles.Pairs(zero, zero, rows[:, None], keys, rows[:, None], tokens)
+    return torch.as_tensor(case.rule(tokens)(pairs)).expand(len(rows), len(keys))
 
 
 def _whole(case: Case, data: Data) -> Iterator[Claim]:
@@ -103,34 +103,35 @@ def _columns(case: Case, data: Data) -> Iterator[Claim]:
     keys = sample(data.tokens, KEYS, few=True)
     q, k, v, go = (tensor[0, head].double() for tensor in data)
     sums = [torch.zeros(len(keys), q.shape[1], dtype=torch.float64) for _ in range(4)]
-    for rows in torch.arange(data.tokens).split(CHUNK):
-        allowed = _seen(case, data.tokens, rows)
-        used = allowed[:, keys].any(1)
-        if used.any():
-            for total, part in zip(sums, _chunk(q[rows[used]], k, v, go[rows[used]], allowed[used], keys), strict=True):
-                total += part
+    seeing = _seen(case, data.tokens, torch.arange(data.tokens), keys).any(1).nonzero()[:, 0]
+    for rows in seeing.split(CHUNK) if len(seeing) else ():
+        parts = _chunk(q[rows], k, v, go[rows], _seen(case, data.tokens, rows), keys, len(seeing))
+        for total, part in zip(sums, parts, strict=True):
+            total += part
     dk, dk_bound, dv, dv_bound = sums
     floor = budgets.floor_of(torch.float32)  # a key that nobody sees has gradient 0
     yield Claim("key", (0, head, keys), dk, dk_bound + floor)
     yield Claim("value", (0, head, keys), dv, dv_bound + floor)
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, go: Tensor, allowed: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
-    """dK and dV of the chosen keys with their bounds, as far as some rows give to them."""
+def _chunk(
+    q: Tensor, k: Tensor, v: Tensor, go: Tensor, allowed: Tensor, keys: Tensor, seeing: int
+) -> tuple[Tensor, ...]:
+    """dK and dV of the chosen keys with their bounds, as far as some rows give to them; `seeing` rows give in all."""
     u, _, tiny = budgets.constants(torch.float32)
-    count, width, scale = len(k), q.shape[1], q.shape[1] ** -0.5
+    width, scale = q.shape[1], q.shape[1] ** -0.5
     scores = (scale * q @ k.mT).masked_fill_(~allowed, -oracles.INF)
     weights = scores.sub_(scores.amax(1, keepdim=True)).exp_()
     weights = weights.div_(weights.sum(1, keepdim=True))
     size = (scale * q.abs() @ k.abs().mT).masked_fill_(~allowed, 0.0).amax(1, keepdim=True)
-    rows = 2 * (width + 4) * u * size + (count + 8) * u
+    rows = 2 * (width + 4) * u * size + (allowed.sum(1, keepdim=True) + 8) * u
     p, centre = weights[:, keys], (go * (weights @ v)).sum(1, keepdim=True)
     d_weights, seen = go @ v[keys].mT - centre, allowed[:, keys].double()
     loose = (width + 4) * u * go.abs() @ v[keys].abs().mT
     loose = loose + ((width + 4) * u + rows) * (go.abs() * (weights @ v.abs())).sum(1, keepdim=True)
     slack = seen * ((p * rows + tiny) * d_weights.abs() + (p + tiny) * loose)
-    slack = slack + (count + 4) * u * p * d_weights.abs()
-    dk_bound, dv_bound = scale * slack.mT @ q.abs(), (p * rows + tiny + (count + 4) * u * p).mT @ go.abs()
+    slack = slack + (seeing + 4) * u * p * d_weights.abs()
+    dk_bound, dv_bound = scale * slack.mT @ q.abs(), (p * rows + tiny + (seeing + 4) * u * p).mT @ go.abs()
     return scale * (p * d_weights).mT @ q, dk_bound, p.mT @ go, dv_bound
 
 

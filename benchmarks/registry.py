@@ -24,6 +24,7 @@ from qkv.patterns.pattern import Pattern
 
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
 LENGTHS = (1_024, 2_048, 4_096, 8_192, 16_384)
+SHARPNESS = 3
 FIT_FROM = 4_096  # the exponent in L is fitted from here on
 
 Direction: TypeAlias = Literal["forward", "forward+backward"]
@@ -79,9 +80,13 @@ class Data(NamedTuple):
 
 
 def make_data(tokens: int, seed: int = 0) -> Data:
-    """Standard normal numbers in float32, the same for every case of a length."""
+    """Normal numbers in float32, the same for every case of a length.
+
+    The queries are SHARPNESS times as large as usual: where each weight is 1/L, a wrong scale would hide below rounding.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return Data(*torch.randn(4, BATCH, HEADS, tokens, HEAD_DIM, generator=generator).unbind(0))
+    query, *others = torch.randn(4, BATCH, HEADS, tokens, HEAD_DIM, generator=generator).unbind(0)
+    return Data(query.mul_(SHARPNESS), *others)
 
 
 class Contender(NamedTuple):

@@ -53,9 +53,8 @@ def judge_aux(case: Example, aux: Any, truth: oracles.Truth, bound: budgets.Budg
     if aux.weights is None:
         assert request(case.pick, case.size).weights is False
         return
-    dtype = aux.weights.dtype
-    rounding = budgets.ROUNDOFF[dtype] if dtype in (torch.float16, torch.bfloat16) else 0.0
-    want, limit = truth.weights.detach(), bound.weights + rounding * truth.weights.detach() + budgets.floor_of(dtype)
+    dtype, want = aux.weights.dtype, truth.weights.detach()
+    limit = bound.weights + rounding(dtype) * want + budgets.floor_of(dtype)
     if case.pick["weights"] == "mean":
         limit = limit.mean(1) + (case.size.heads + 1) * budgets.constants(case.call.q.dtype)[0] * want.mean(1)
         want = want.mean(1)
@@ -65,13 +64,16 @@ def judge_aux(case: Example, aux: Any, truth: oracles.Truth, bound: budgets.Budg
     judge("weights", aux.weights, want, limit)
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """What storing a number in this type costs beyond its computation."""
+    return budgets.ROUNDOFF[dtype] if dtype in (torch.float16, torch.bfloat16) else 0.0
+
+
 def judge_top(top: Any, weights: Tensor, bound: Tensor, size: Sizes) -> None:
     """Sorted values differ by no more than the largest difference of any; the indices lead to such values."""
     count = min(3, size.keys)
     want = weights.topk(count, -1).values
-    limit = bound.amax(-1, keepdim=True).expand_as(want) + 2.0**-8 * want * (
-        top.values.dtype in (torch.float16, torch.bfloat16)
-    )
+    limit = bound.amax(-1, keepdim=True) + rounding(top.values.dtype) * want + budgets.floor_of(top.values.dtype)
     judge("top_k", top.values, want, limit)
     judge("top_k at its indices", weights.gather(-1, top.indices.cpu()), want, 2 * limit)
     ordered = top.indices.sort(-1).values
@@ -105,13 +107,8 @@ def judge_gradients(
         found["bias"] = bias_bound(case, rest[0], summed)
     names = ["q", "k", "v", *(["bias"] if bias is not None else []), *(["sinks"] if sinks is not None else [])]
     for name, leaf, mine, true in zip(names, wanted, got, want, strict=True):
-        dtype = leaf.dtype
-        narrow = (
-            budgets.ROUNDOFF[dtype] * true.abs()
-            if name in ("bias", "sinks") and dtype not in (torch.float64, torch.float32)
-            else 0
-        )
-        judge(f"gradient of {name}", mine, true, found[name] + narrow + budgets.floor_of(dtype))
+        stored = rounding(leaf.dtype) * true.abs() if name in ("bias", "sinks") else 0.0
+        judge(f"gradient of {name}", mine, true, found[name] + stored + budgets.floor_of(leaf.dtype))
 
 
 def bias_bound(case: Example, leaf: Tensor, summed: Callable[..., Tensor]) -> Tensor:

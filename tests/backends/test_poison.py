@@ -127,16 +127,50 @@ def test_nan_in_a_query_that_sees_nothing_stays_zero(dtype: torch.dtype, backend
         assert torch.equal(a, b)
 
 
+UNSEEN = pytest.mark.parametrize(
+    "pattern, unseen",
+    [("causal()", slice(141, None)), ("block_local(50)", slice(0, 100)), ("strided(12)", slice(141, None))],
+)
+
+
 @OURS
-def test_a_poisoned_query_reaches_no_gradient_of_keys_that_it_does_not_see(backend: str) -> None:
-    for pattern, unseen in ((qkv.causal(), slice(141, None)), (qkv.block_local(50), slice(0, 100))):
-        clean = run(inputs(), backend, pattern=pattern)
-        dirty = inputs()
-        dirty[0][:, :, 140] = math.nan
-        got = run(dirty, backend, pattern=pattern)
-        assert torch.equal(got[3][:, :, unseen], clean[3][:, :, unseen]), "dk"
-        assert torch.equal(got[4][:, :, unseen], clean[4][:, :, unseen]), "dv"
-        assert not got[3][:, :, 139].isfinite().any()
+@UNSEEN
+@pytest.mark.parametrize("in_loss", [True, False])
+def test_a_poisoned_query_reaches_no_gradient_of_keys_that_it_does_not_see(
+    pattern: str, unseen: slice, in_loss: bool, backend: str
+) -> None:
+    live = None if in_loss else torch.arange(LENGTH) != 140
+    clean = run(inputs(), backend, live, pattern=qkv.parse(pattern))
+    dirty = inputs()
+    dirty[0][:, :, 140] = math.nan
+    got = run(dirty, backend, live, pattern=qkv.parse(pattern))
+    assert torch.equal(got[3][:, :, unseen], clean[3][:, :, unseen]), "dk"
+    assert torch.equal(got[4][:, :, unseen], clean[4][:, :, unseen]), "dv"
+    others = torch.arange(LENGTH) != 140
+    assert torch.equal(got[2][:, :, others], clean[2][:, :, others]), "dq"
+    if in_loss:
+        assert not got[3][:, :, 140].isfinite().any() and not got[4][:, :, 140].isfinite().any()
+
+
+@OURS
+@POISON
+@UNSEEN
+def test_a_poisoned_gradient_reaches_only_what_its_row_sees(
+    pattern: str, unseen: slice, poison: float, backend: str
+) -> None:
+    """The gradient of the output of query 140 is not finite: only dq of that row and the keys that it sees feel it."""
+    grads = []
+    for fill in (1.0, poison):
+        leaves = [x.requires_grad_() for x in inputs()]
+        out = qkv.attention(*leaves, pattern=qkv.parse(pattern), backend=backend)
+        g = torch.ones_like(out)
+        g[:, :, 140] = fill
+        grads.append(torch.autograd.grad(out, leaves, g))
+    others = torch.arange(LENGTH) != 140
+    assert torch.equal(grads[0][0][:, :, others], grads[1][0][:, :, others]), "dq"
+    assert torch.equal(grads[0][1][:, :, unseen], grads[1][1][:, :, unseen]), "dk"
+    assert torch.equal(grads[0][2][:, :, unseen], grads[1][2][:, :, unseen]), "dv"
+    assert not torch.equal(grads[0][2], grads[1][2])
 
 
 @OURS

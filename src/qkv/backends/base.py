@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -129,19 +129,79 @@ def finite_part(tensor: Tensor) -> Tensor:
 
 
 def careful_scores(query: Tensor, key: Tensor) -> Tensor:
-    """query · keyᵀ whose gradient does not carry a NaN from one pair to another:
-    products with non-finite rows are constants.
-    """
-    raw = query.detach() @ key.detach().transpose(-1, -2)
-    clean = finite_part(query) @ finite_part(key).transpose(-1, -2)
-    return torch.where(torch.isfinite(raw), clean, raw)
+    """query · keyᵀ whose gradient carries a NaN or infinity only through pairs whose own gradient is not finite."""
+    scores: Tensor = _CarefulScores.apply(query, key)  # type: ignore[no-untyped-call]
+    return scores
+
+
+class _CarefulScores(torch.autograd.Function):
+    """The product as it is; in its derivatives a hidden pair, whose gradient is 0, meets finite numbers only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor) -> Tensor:
+        return query @ key.transpose(-1, -2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = ctx.saved_tensors
+        return grad @ finite_part(key), grad.transpose(-1, -2) @ finite_part(query)
+
+    @staticmethod
+    def jvp(ctx: Any, query_tangent: Tensor | None, key_tangent: Tensor | None) -> Tensor:
+        query, key = ctx.saved_tensors
+        terms = [
+            a @ finite_part(b).transpose(-1, -2) if first else finite_part(b) @ a.transpose(-1, -2)
+            for a, b, first in ((query_tangent, key, True), (key_tangent, query, False))
+            if a is not None
+        ]
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
 
 def careful_product(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     """weights · values where a NaN or infinity reaches only the rows that see it: seen (..., l, s) bool.
 
-    A row that sees one comes out as NaN in that column.
+    A row that sees one comes out as NaN in that column. Gradients keep the same promise, and can be differentiated again.
     """
-    bad = (~torch.isfinite(values.detach())).to(weights.dtype)
-    hit = (seen.to(weights.dtype) @ bad) > 0
-    return (weights @ finite_part(values)).masked_fill(hit, float("nan"))
+    product: Tensor = _CarefulProduct.apply(weights, values, seen)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _CarefulProduct(torch.autograd.Function):
+    """The product, and its derivatives as products of the same kind: a NaN in a row's gradient reaches what it sees."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+        bad = (~torch.isfinite(values)).to(weights.dtype)
+        hit = (seen.to(weights.dtype) @ bad) > 0
+        return (weights @ finite_part(values)).masked_fill(hit, float("nan"))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, values, seen = ctx.saved_tensors
+        to_weights = grad @ finite_part(values).transpose(-1, -2)
+        to_values = careful_product(weights.transpose(-1, -2), grad, seen.transpose(-1, -2))
+        return to_weights, to_values, None
+
+    @staticmethod
+    def jvp(ctx: Any, weights_tangent: Tensor | None, values_tangent: Tensor | None, _: None) -> Tensor:
+        weights, values, seen = ctx.saved_tensors
+        terms = [
+            careful_product(a, b, seen)
+            for a, b in ((weights_tangent, values), (weights, values_tangent))
+            if a is not None and b is not None
+        ]
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
