@@ -75,10 +75,13 @@ def _whole(case: Case, data: Data) -> Iterator[Claim]:
 
 
 def _rows(case: Case, data: Data) -> Iterator[Claim]:
-    """Output and query's gradient of some rows: all keys of these rows, nothing of others."""
-    everything, rows = slice(None), sample(data.tokens, ROWS)
-    part = data._replace(query=data.query[:, :, rows], grad_output=data.grad_output[:, :, rows])
-    return _oracle(part, _seen(case, data.tokens, rows), (everything, everything, rows), ("query",))
+    """Output and query's gradient of some rows of every head: all keys of these rows, nothing of others."""
+    rows = sample(data.tokens, ROWS)
+    allowed = _seen(case, data.tokens, rows)
+    for head in range(data.query.shape[1]):
+        one = Data(*(tensor[:, head : head + 1] for tensor in data))
+        part = one._replace(query=one.query[:, :, rows], grad_output=one.grad_output[:, :, rows])
+        yield from _oracle(part, allowed, (slice(None), slice(head, head + 1), rows), ("query",))
 
 
 def _oracle(part: Data, allowed: Tensor, index: tuple[int | slice | Tensor, ...], names: tuple[str, ...]) -> Iterator[Claim]:

@@ -1,6 +1,6 @@
-"""Hypothesis strategies: pattern expressions with the oracle's own rule beside each, and the calls that they are asked about.
+"""Hypothesis strategies: pattern expressions with the oracle's rule beside each, and the calls they are asked about.
 
-The awkward places are drawn on purpose: lengths around multiples of 64, offsets before the first key and beyond the last,
+The awkward is drawn on purpose: lengths around multiples of 64, offsets before the first key and beyond the last,
 small parameters that meet each other, content leaves of one row, of a batch and of heads.
 """
 
@@ -65,7 +65,11 @@ def within(rule: oracles.Rule, queries: tuple[int, int], keys: tuple[int, int] |
                 known = (x >= span[0]) & (x < span[1])
                 answer = known if answer is None else answer & known
                 inner = inner._replace(**{name: x.clamp(span[0], max(span[0], span[1] - 1))})
-        return answer & rule(inner) if all(span is None or span[0] < span[1] for span in (queries, keys)) else answer & False
+        return (
+            answer & rule(inner)
+            if all(span is None or span[0] < span[1] for span in (queries, keys))
+            else answer & False
+        )
 
     return guarded
 
@@ -176,7 +180,9 @@ def content(draw: st.DrawFn, sizes: Sizes) -> Case:
     seed, span = draw(st.integers(0, 99)), (0, S)
     kind = draw(choice("documents", "cu_seqlens", "key_lengths", "key_padding", "mask", "mask3", "blocks", "where"))
     if kind == "documents":
-        ids = torch.randint(0, draw(choice(1, 3, 40)), (B, S) if draw(st.booleans()) else (S,), generator=generator(seed))
+        ids = torch.randint(
+            0, draw(choice(1, 3, 40)), (B, S) if draw(st.booleans()) else (S,), generator=generator(seed)
+        )
         ids = ids.sort(-1).values if draw(st.booleans()) else ids
         return Case(qkv.documents(ids), within(oracles.documents(ids), span))
     if kind == "cu_seqlens":

@@ -111,16 +111,12 @@ def rule_bias(problem: Problem, bias: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return bias[:, entry].transpose(0, 1)
 
 
-def all_finite(*tensors: Tensor) -> bool:
-    """Whether no number is NaN or infinite; a range that overflows its type counts as not finite,
-    which is only slower.
-    """
-    for tensor in tensors:
-        if tensor.numel():
-            low, high = tensor.detach().aminmax()
-            if not bool(torch.isfinite(high - low)):
-                return False
-    return True
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value; NaN where there is one."""
+    if not tensor.numel():
+        return 0.0
+    low, high = tensor.detach().aminmax()
+    return float(torch.maximum(-low, high))
 
 
 def finite_part(tensor: Tensor) -> Tensor:
@@ -155,19 +151,16 @@ class _CarefulScores(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, query_tangent: Tensor | None, key_tangent: Tensor | None) -> Tensor:
-        query, key = ctx.saved_tensors
-        terms = [
-            a @ finite_part(b).transpose(-1, -2) if first else finite_part(b) @ a.transpose(-1, -2)
-            for a, b, first in ((query_tangent, key, True), (key_tangent, query, False))
-            if a is not None
-        ]
-        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+        query, key = (finite_part(tensor) for tensor in ctx.saved_tensors)
+        query_tangent = torch.zeros_like(query) if query_tangent is None else query_tangent
+        key_tangent = torch.zeros_like(key) if key_tangent is None else key_tangent
+        return query_tangent @ key.transpose(-1, -2) + query @ key_tangent.transpose(-1, -2)
 
 
 def careful_product(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     """weights · values where a NaN or infinity reaches only the rows that see it: seen (..., l, s) bool.
 
-    A row that sees one comes out as NaN in that column. Gradients keep the same promise, and can be differentiated again.
+    A row that sees one comes out as NaN in that column. Gradients keep the promise too, to any order.
     """
     product: Tensor = _CarefulProduct.apply(weights, values, seen)  # type: ignore[no-untyped-call]
     return product
@@ -199,9 +192,6 @@ class _CarefulProduct(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, weights_tangent: Tensor | None, values_tangent: Tensor | None, _: None) -> Tensor:
         weights, values, seen = ctx.saved_tensors
-        terms = [
-            careful_product(a, b, seen)
-            for a, b in ((weights_tangent, values), (weights, values_tangent))
-            if a is not None and b is not None
-        ]
-        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+        weights_tangent = torch.zeros_like(weights) if weights_tangent is None else weights_tangent
+        values_tangent = torch.zeros_like(values) if values_tangent is None else values_tangent
+        return careful_product(weights_tangent, values, seen) + careful_product(weights, values_tangent, seen)

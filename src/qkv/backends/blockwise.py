@@ -11,12 +11,14 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from qkv.backends.base import Cost, Result, all_finite, pattern_plan
+from qkv.backends.base import Cost, Result, largest, pattern_plan
 from qkv.backends.blockwise_backward import Gradients, backward
 from qkv.backends.blockwise_forward import Outcome, forward
 from qkv.backends.walk import WORKSPACE
 from qkv.patterns.axis import TILE
 from qkv.problem import Problem, Tensors
+
+HEADROOM = 2.0**-24  # of the greatest number: covers sums, the scale of dropout and a bias
 
 
 class Blockwise:
@@ -46,7 +48,7 @@ class Blockwise:
 
     def run(self, problem: Problem, tensors: Tensors, seed: int) -> Result:
         plan = pattern_plan(problem)
-        careful = not _known_finite(tensors)
+        careful = not _calm(problem, tensors)
         if _transformed(tensors):
             outcome = forward(problem, tensors, plan, seed, careful=careful)
         elif problem.needs_grad:
@@ -75,11 +77,19 @@ def _forward_level() -> bool:
     return forward_ad._current_level >= 0  # noqa: SLF001 - torch has no public way to ask
 
 
-def _known_finite(tensors: Tensors) -> bool:
-    """Whether all numbers were looked at and are finite; under a transform they cannot be looked at."""
+def _calm(problem: Problem, tensors: Tensors, grad_output: Tensor | None = None) -> bool:
+    """Whether the numbers are finite and so far from overflow that every product is: then a hidden pair has a finite
+    score and gradient, which a weight of 0 removes. Under a transform numbers cannot be looked at, and care is taken.
+    """
     if _are_functorch_transforms_active():
         return False
-    return all_finite(tensors.query, tensors.key, tensors.value)
+    room = torch.finfo(problem.compute_dtype).max * HEADROOM
+    value = largest(tensors.value)
+    if grad_output is not None:
+        grad = largest(grad_output)
+        return problem.value_dim * grad * value <= room and problem.queries * grad <= room
+    score = problem.head_dim * abs(problem.scale) * largest(tensors.query) * largest(tensors.key)
+    return score <= room and problem.keys * value <= room
 
 
 class _Attention(torch.autograd.Function):
@@ -102,7 +112,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradients = _differentiable(problem, tensors, plan, seed, ctx.needs_input_grad[4:], grad_output, grad_lse)
         else:
-            careful = careful or not all_finite(grad_output)
+            careful = careful or not _calm(problem, tensors, grad_output)
             gradients = backward(problem, tensors, plan, seed, outcome, grad_output, grad_lse, careful=careful)
         return None, None, None, None, *gradients
 
@@ -117,7 +127,7 @@ def _differentiable(
     grad_lse: Tensor,
 ) -> Gradients:
     """Gradients as functions that can be differentiated again: autograd through the plain forward pass."""
-    outcome = forward(problem, tensors, plan, seed, careful=not _known_finite(tensors))
+    outcome = forward(problem, tensors, plan, seed, careful=not _calm(problem, tensors))
     inputs = [tensor for tensor, needed in zip(tensors, wanted, strict=True) if needed and tensor is not None]
     found = iter(
         torch.autograd.grad(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qkv.backends.base import NEG_INF, Rows, careful_product, finite_part
-from qkv.backends.blockwise_forward import Outcome
+from qkv.backends.blockwise_forward import Outcome, exp_below
 from qkv.backends.scene import Scene, Scores, cut
 from qkv.backends.walk import Group, Step, rectangles
 from qkv.patterns.schedule import PatternPlan
@@ -124,8 +124,8 @@ def _group(
     for step in group.steps:
         key, value = scene.keys(step), scene.values(step)
         scores = scene.scores(query, key, group.rows, step)
-        weights = torch.exp(scores.values - rows.shift[..., None])
-        if scene.careful and scores.seen is not None:
+        weights = exp_below(scores.values, rows.shift)
+        if scores.seen is not None:
             weights = weights.masked_fill(~scores.seen, 0.0)  # in a row of NaN hidden weights are NaN too
         grad_weights = scene.unshare(shared_grad @ value.transpose(-1, -2), query.shape[2])
         dropped = weights

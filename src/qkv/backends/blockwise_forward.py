@@ -19,6 +19,8 @@ from qkv.backends.walk import Block, Group, rectangles
 from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
 
+LOG2_E = 1.4426950408889634
+
 
 class Outcome(NamedTuple):
     """Output (B, H, L, V) in the inputs' type; all others (B, H, L) in the compute type.
@@ -118,7 +120,7 @@ def _group(scene: Scene, group: Group, state: State) -> State:
         peak = scores.values.detach().amax(dim=-1)
         top = torch.maximum(state.top, peak)
         shift = torch.where(top == NEG_INF, 0.0, top)
-        weights = torch.exp(scores.values - shift[..., None])
+        weights = exp_below(scores.values, shift)
         decay = torch.exp(state.top - shift)
         total = state.total * decay + weights.sum(dim=-1)
         energy = state.energy
@@ -130,6 +132,11 @@ def _group(scene: Scene, group: Group, state: State) -> State:
         output = state.output * decay[..., None] + _product(scene, weights, scene.values(step), scores.seen)
         state = State(top, total, energy, output)
     return state
+
+
+def exp_below(scores: Tensor, shift: Tensor) -> Tensor:
+    """exp(scores - shift) of rows, as a power of two: torch's exp is several times slower where it underflows."""
+    return (scores - shift[..., None]).mul_(LOG2_E).exp2_()
 
 
 def _product(scene: Scene, weights: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:

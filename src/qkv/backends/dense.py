@@ -71,5 +71,5 @@ def softmax_rows(scores: Tensor, sinks: Tensor | None) -> RowSoftmax:
     empty = total == 0
     filled = torch.where(empty, 1.0, total)
     lse = torch.where(empty, NEG_INF, shift + torch.log(filled))
-    # hidden weights are constants: what comes back to them, of a hidden value perhaps, must not reach the sum of the row
+    # hidden weights are constants: a gradient that comes back to them must not reach the sum of the row
     return RowSoftmax(torch.where(scores == NEG_INF, 0.0, weights / filled[..., None]), lse, top)

@@ -19,12 +19,10 @@ from qkv.problem import Problem, Tensors
 
 
 class Scores(NamedTuple):
-    """Scores of one step, (b, h, l, s), -inf where hidden; which are seen (None: all); and before the bias,
-    for gradients.
-    """
+    """Scores of one step, (b, h, l, s), -inf where hidden."""
 
     values: Tensor
-    seen: Tensor | None
+    seen: Tensor | None  # with care, which are seen (None: all); without, hidden weights are 0 and meet finite numbers
     capped: Tensor | None  # after softcap, before the bias; only with a softcap
 
 
@@ -73,7 +71,8 @@ class Scene:
 
     @property
     def walk(self) -> Walk:
-        return Walk(self.part, self.query.shape[0] * self.query.shape[1], self.problem.device)
+        width = self.query.shape[0] * self.query.shape[1]
+        return Walk(self.part, width, self.problem.device, self.problem.compute_dtype)
 
     @cached_property
     def query_positions(self) -> Tensor:
@@ -115,18 +114,18 @@ class Scene:
         """softcap and bias over query · keyᵀ, hidden where the step or the bias says so."""
         shared = self.share(query)
         raw = careful_scores(shared, key) if self.careful else shared @ key.transpose(-1, -2)
-        values, capped, seen = self.unshare(raw, query.shape[2]), None, step.seen
+        values, capped, bias = self.unshare(raw, query.shape[2]), None, None
         if self.problem.softcap is not None:
             values = capped = self.problem.softcap * torch.tanh(values / self.problem.softcap)
         if self.bias is not None:
             bias = self.bias_of(rows, step).to(values.dtype)
             values = values + bias
-            if self.problem.bias != "alibi":
-                open_ = bias != NEG_INF
-                seen = open_ if seen is None else seen & open_
-        if seen is not None:
-            values = values.masked_fill(~seen, NEG_INF)
-        return Scores(values, seen, capped)
+        if not self.careful:
+            return Scores(values if step.mask is None else torch.minimum(values, step.mask.limit), None, capped)
+        seen = None if step.mask is None else step.mask.seen
+        if bias is not None:
+            seen = bias != NEG_INF if seen is None else seen & (bias != NEG_INF)
+        return Scores(values if seen is None else torch.where(seen, values, NEG_INF), seen, capped)
 
     def bias_of(self, rows: slice, step: Step) -> Tensor:
         """The bias of a step, broadcasting to (b, h, l, s)."""

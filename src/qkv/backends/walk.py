@@ -22,12 +22,19 @@ from qkv.patterns.axis import TILE
 from qkv.patterns.masks import unpack
 from qkv.patterns.schedule import Part, PatternPlan, Schedule
 
-WORKSPACE = 1 << 20  # scores held at a time, over all batch rows and heads of one step
+WORKSPACE = 1 << 19  # scores held at a time, over all batch rows and heads of one step
 LARGEST_GROUP = 8  # query blocks walked together
 SHORTEST_RUN = 4  # neighbouring key blocks worth a step of their own; shorter runs are gathered into one
 MOST_WASTE = 1.2  # tiles that a group computes beyond those that its rows need, as a factor
 REMEMBERED = 64  # masks of steps kept for the next group, which often looks the same
 NO_TILE, FULL_TILE = -2, -1
+
+
+class Mask(NamedTuple):
+    """Which pairs of a step are seen, in two forms of shape (queries, keys)."""
+
+    seen: Tensor  # bool
+    limit: Tensor  # inf where seen, else -inf: its minimum with finite scores hides faster than a boolean does
 
 
 class Step(NamedTuple):
@@ -36,7 +43,7 @@ class Step(NamedTuple):
     """
 
     keys: Rows
-    seen: Tensor | None  # bool (queries, keys)
+    mask: Mask | None
 
 
 class Group(NamedTuple):
@@ -94,6 +101,7 @@ class Walk:
     part: Part
     width: int
     device: torch.device
+    dtype: torch.dtype  # of the scores
 
     @cached_property
     def _blocks_together(self) -> int:
@@ -111,7 +119,7 @@ class Walk:
         """Every group that sees anything, from the first query to the last."""
         schedule, together = self.part.schedule, self._blocks_together
         most = max(WORKSPACE // (self.width * together * TILE * TILE), 1)
-        masks = _MaskTable(schedule, self.device)
+        masks = _MaskTable(schedule, self.device, self.dtype)
         count = self.part.queries.count
         for first in range(0, schedule.rows, together):
             last = min(first + together, schedule.rows)
@@ -125,22 +133,24 @@ class Walk:
         count = self.part.keys.count
         stop = min((int(columns[-1]) + 1) * TILE, count)
         length = stop - int(columns[-1]) * TILE + (len(columns) - 1) * TILE
-        seen = None if (kinds == FULL_TILE).all() else masks.seen(kinds)[: rows.stop - rows.start, :length]
+        mask = None
+        if (kinds != FULL_TILE).any():
+            mask = Mask(*(form[: rows.stop - rows.start, :length] for form in masks.mask(kinds)))
         if int(columns[-1]) - int(columns[0]) == len(columns) - 1:
-            return Step(slice(int(columns[0]) * TILE, stop), seen)
+            return Step(slice(int(columns[0]) * TILE, stop), mask)
         slots = (columns[:, None] * TILE + np.arange(TILE)).ravel()[:length]
-        return Step(torch.from_numpy(slots).to(self.device), seen)
+        return Step(torch.from_numpy(slots).to(self.device), mask)
 
 
 class _MaskTable:
-    """Bit masks of a schedule as bool tensors, made when a step needs them."""
+    """Bit masks of a schedule as tensors, made when a step needs them."""
 
-    def __init__(self, schedule: Schedule, device: torch.device) -> None:
-        self._schedule, self._device = schedule, device
-        self._made: OrderedDict[bytes, Tensor] = OrderedDict()
+    def __init__(self, schedule: Schedule, device: torch.device, dtype: torch.dtype) -> None:
+        self._schedule, self._device, self._dtype = schedule, device, dtype
+        self._made: OrderedDict[bytes, Mask] = OrderedDict()
 
-    def seen(self, kinds: np.ndarray) -> Tensor:
-        """The mask of a group's tiles: kinds (rows, columns) of mask numbers -> bool (64 rows, 64 columns)."""
+    def mask(self, kinds: np.ndarray) -> Mask:
+        """The mask of a group's tiles: kinds (rows, columns) of mask numbers -> (64 rows, 64 columns)."""
         key = kinds.tobytes() + bytes([kinds.shape[0]])
         if key not in self._made:
             if len(self._made) >= REMEMBERED:
@@ -148,7 +158,7 @@ class _MaskTable:
             self._made[key] = self._make(kinds)
         return self._made[key]
 
-    def _make(self, kinds: np.ndarray) -> Tensor:
+    def _make(self, kinds: np.ndarray) -> Mask:
         used, place = np.unique(kinds, return_inverse=True)
         tiles = np.zeros((len(used), TILE, TILE), dtype=bool)
         tiles[used == FULL_TILE] = True
@@ -156,7 +166,8 @@ class _MaskTable:
         tiles[masked] = unpack(self._schedule.masks[used[masked]])
         whole = tiles[place.reshape(kinds.shape)].transpose(0, 2, 1, 3)
         rows, columns = kinds.shape
-        return torch.from_numpy(whole.reshape(rows * TILE, columns * TILE)).to(self._device)
+        seen = torch.from_numpy(whole.reshape(rows * TILE, columns * TILE)).to(self._device)
+        return Mask(seen, torch.where(seen, float("inf"), float("-inf")).to(self._dtype))
 
 
 def _group_tiles(schedule: Schedule, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
