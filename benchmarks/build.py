@@ -44,7 +44,7 @@ def patterns(tokens: int) -> list[Pattern]:
         longformer(256, 4),
         bigbird(3, 64, 2, 0),
         random_blocks(4, 64, 0),
-        causal() & documents(cu_seqlens=list(range(0, tokens + 1, max(tokens // 100, 1)))),
+        causal() & documents(cu_seqlens=[n * tokens // 100 for n in range(101)]),
     ]
 
 
@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print one line a pattern."""
     parser = argparse.ArgumentParser(description="Cost of building block schedules.")
     parser.add_argument("--tokens", type=int, default=1 << 20, metavar="L", help="default 1,048,576")
-    parser.add_argument("--patterns", nargs="+", metavar="TEXT", help="patterns in qkv's notation, instead of the families")
+    parser.add_argument(
+        "--patterns", nargs="+", metavar="TEXT", help="patterns in qkv's notation, instead of the families"
+    )
     given = parser.parse_args(arguments)
     (causal() & window(3)).plan(64)  # what numpy sets up once belongs to no pattern
     chosen = [parse(text) for text in given.patterns] if given.patterns else patterns(given.tokens)
@@ -74,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for pattern in chosen:
         one = measure(pattern, given.tokens)
         text = str(pattern) if len(str(pattern)) < 60 else f"{str(pattern)[:56]} ..."
-        print(f"{one.seconds * 1e3:>9,.1f}{one.tiles:>13,}{one.nbytes / 1e6:>8.1f}{one.parts:>6}{one.pairs:>19,}  {text}", flush=True)
+        print(
+            f"{one.seconds * 1e3:>9,.1f}{one.tiles:>13,}{one.nbytes / 1e6:>8.1f}{one.parts:>6}{one.pairs:>19,}  {text}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -84,12 +84,18 @@ def _rows(case: Case, data: Data) -> Iterator[Claim]:
         yield from _oracle(part, allowed, (slice(None), slice(head, head + 1), rows), ("query",))
 
 
-def _oracle(part: Data, allowed: Tensor, index: tuple[int | slice | Tensor, ...], names: tuple[str, ...]) -> Iterator[Claim]:
+def _oracle(
+    part: Data, allowed: Tensor, index: tuple[int | slice | Tensor, ...], names: tuple[str, ...]
+) -> Iterator[Claim]:
     """The oracle's output and gradients of part of the rows against all keys, with the bounds that belong to them."""
     q, k, v = (tensor.double().requires_grad_() for tensor in part[:3])
     call = budgets.Call(q, k, v, allowed, q.shape[-1] ** -0.5)
     truth = call.truth()
-    found = dict(zip(("query", "key", "value"), torch.autograd.grad(truth.out, (q, k, v), part.grad_output.double()), strict=True))
+    found = dict(
+        zip(
+            ("query", "key", "value"), torch.autograd.grad(truth.out, (q, k, v), part.grad_output.double()), strict=True
+        )
+    )
     bound, _ = budgets.backward(call, truth, torch.float32, part.grad_output)
     yield Claim("output", index, truth.out.detach(), budgets.forward(call, truth, torch.float32).out)
     for name in names:

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -53,7 +52,13 @@ CASES = (
     ),
     Case("strided", lambda n: strided(math.isqrt(n)), lambda n: oracles.strided(math.isqrt(n)), "bool mask"),
     Case("fixed", lambda n: fixed(math.isqrt(n)), lambda n: oracles.fixed(math.isqrt(n)), "bool mask"),
-    Case("random-blocks", lambda _: random_blocks(4, 64, 0), lambda _: oracles.random_blocks(4, 64, 0), "bool mask", False),
+    Case(
+        "random-blocks",
+        lambda _: random_blocks(4, 64, 0),
+        lambda _: oracles.random_blocks(4, 64, 0),
+        "bool mask",
+        False,
+    ),
     Case("bigbird", lambda _: bigbird(3, 64, 2, 0), lambda _: oracles.bigbird(3, 64, 2, 0), "bool mask", False),
     Case("longformer", lambda _: longformer(256, 4), lambda _: oracles.longformer(256, 4), "bool mask"),
     Case("dilated", lambda _: dilated(255, dilation=4), lambda _: oracles.dilated(255, dilation=4), "bool mask"),
@@ -122,6 +127,8 @@ def sdpa(case: Case, data: Data) -> Contender:
 
 def flex(case: Case, data: Data) -> Contender:
     """torch's compiled flex_attention with the rule as its mask_mod; the first run compiles."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # loads the compiler: seconds
+
     rule, tokens = case.rule(data.tokens), data.tokens
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

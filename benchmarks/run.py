@@ -40,7 +40,7 @@ from timing import Pair, Sample, exponent, interleave, median, ratio, repeat, sp
 
 from qkv.info import info
 
-QUICK = (1_024, 2_048)
+QUICK = (512, 1_024)
 PROBE = 1_024  # the length at which a peer's time at a longer one is foretold from
 HEADLINE = ("window", 8_192)  # runs whatever it takes, in at least HEADLINE_PAIRS pairs
 HEADLINE_PAIRS = 3
@@ -169,7 +169,9 @@ def _peers(
         yield "sdpa", f"not run, about {seconds:.0f} s" if late else "", sdpa
     if options.flex is not None and direction == "forward":
         contender = None if data.tokens > FLEX_LONGEST or not case.flex else _flex(case, data, options.flex)
-        note = "not run" if data.tokens > FLEX_LONGEST else "cannot trace the rule" if not case.flex else "did not compile"
+        note = (
+            "not run" if data.tokens > FLEX_LONGEST else "cannot trace the rule" if not case.flex else "did not compile"
+        )
         yield "flex", "" if contender else note, lambda *_: contender  # type: ignore[return-value, arg-type]
 
 
@@ -216,8 +218,12 @@ def head(peers: Sequence[str]) -> str:
 
 def line(row: Row) -> str:
     """One row; memory in MB (10^6 bytes), `bound` the share of the error bound that the result uses."""
-    peak, times = ("-", "-") if row.memory is None else (f"{row.memory / 1e6:.1f}", f"{row.memory / row.input_bytes:.2f}")
-    mine = f"{row.case:<14}{row.tokens:>7,} {row.direction:<17}{row.cpu * 1e3:>9,.1f}{row.wall * 1e3:>9,.1f}{row.runs:>5}"
+    peak, times = (
+        ("-", "-") if row.memory is None else (f"{row.memory / 1e6:.1f}", f"{row.memory / row.input_bytes:.2f}")
+    )
+    mine = (
+        f"{row.case:<14}{row.tokens:>7,} {row.direction:<17}{row.cpu * 1e3:>9,.1f}{row.wall * 1e3:>9,.1f}{row.runs:>5}"
+    )
     return f"{mine}{peak:>9}{times:>8}{row.share:>8.4f}" + "".join(map(_beside, row.peers.values()))
 
 
@@ -254,7 +260,9 @@ def summary(rows: Sequence[Row]) -> str:
         peer = row.peers.get("sdpa")
         if (row.case, row.tokens) == HEADLINE and peer is not None and not peer.note:
             times = f"{peer.ratio:.1f} times as long (pairs {peer.spread[0]:.1f} to {peer.spread[1]:.1f})"
-            lines.append(f"window of 256 keys at {row.tokens:,}, {row.direction}: SDPA with a dense bool mask takes {times}")
+            lines.append(
+                f"window of 256 keys at {row.tokens:,}, {row.direction}: SDPA with a dense bool mask takes {times}"
+            )
     return "\n".join(lines)
 
 
@@ -273,7 +281,11 @@ def machine() -> dict[str, str | int]:
 def write(folder: Path, name: str, rows: Sequence[Row], command: str) -> list[Path]:
     """The rows as JSON, the tables as Markdown, and a plot where matplotlib is installed; the files written."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"command": command, "sizes": {"B": BATCH, "H": HEADS, "D": HEAD_DIM, "dtype": "float32"}, "machine": machine()}
+    about = {
+        "command": command,
+        "sizes": {"B": BATCH, "H": HEADS, "D": HEAD_DIM, "dtype": "float32"},
+        "machine": machine(),
+    }
     record = {**about, "rows": [asdict(row) for row in rows], "exponents": exponents(rows)}
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     plotted = plot(rows, folder / f"{name}.png")
@@ -297,7 +309,10 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
     axes = figure.subplots(2, 2, sharex=True)
     lengths = sorted({row.tokens for row in rows})
     for down, (title, value) in enumerate(
-        [("CPU time, ms", lambda row: row.cpu * 1e3), ("peak memory beyond the inputs, MB", lambda row: (row.memory or 0) / 1e6)]
+        [
+            ("CPU time, ms", lambda row: row.cpu * 1e3),
+            ("peak memory beyond the inputs, MB", lambda row: (row.memory or 0) / 1e6),
+        ]
     ):
         for across, direction in enumerate(DIRECTIONS):
             axis = axes[down, across]
@@ -331,15 +346,21 @@ def _guides(axes: object, lengths: Sequence[int]) -> None:
 
 def parse(arguments: Sequence[str] | None) -> tuple[Options, Path, str]:
     """The options, the folder of the results and their name."""
-    parser = argparse.ArgumentParser(description="Time and peak memory of blockwise attention, checked before each figure.")
+    parser = argparse.ArgumentParser(
+        description="Time and peak memory of blockwise attention, checked before each figure."
+    )
     parser.add_argument("--quick", action="store_true", help="short lengths, few repetitions: under 40 seconds")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="L", help=f"default: {' '.join(map(str, LENGTHS))}")
     parser.add_argument("--cases", nargs="+", choices=list(BY_NAME), metavar="CASE", help=f"of {', '.join(BY_NAME)}")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--name", help="name of the result files: default blockwise, or quick")
-    parser.add_argument("--cap", type=float, default=3.0, metavar="S", help="a peer's call that takes longer is not run")
+    parser.add_argument(
+        "--cap", type=float, default=3.0, metavar="S", help="a peer's call that takes longer is not run"
+    )
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
-    parser.add_argument("--flex", type=float, metavar="S", help="also flex_attention, if it compiles in so many seconds")
+    parser.add_argument(
+        "--flex", type=float, metavar="S", help="also flex_attention, if it compiles in so many seconds"
+    )
     given = parser.parse_args(arguments)
     options = Options(
         cases=tuple(BY_NAME[name] for name in given.cases or BY_NAME),

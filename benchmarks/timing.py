@@ -41,7 +41,13 @@ def repeat(call: Callable[[], object], first: Sample, *, budget: float, least: i
 
 
 def interleave(
-    mine: Callable[[], object], theirs: Callable[[], object], first: Pair, *, budget: float, least: int = 1, most: int = 7
+    mine: Callable[[], object],
+    theirs: Callable[[], object],
+    first: Pair,
+    *,
+    budget: float,
+    least: int = 1,
+    most: int = 7,
 ) -> list[Pair]:
     """A B A B ...: what disturbs the machine disturbs both sides of a pair."""
     pairs = count(first.mine.cpu + first.theirs.cpu, budget=budget, least=least, most=most)

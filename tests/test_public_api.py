@@ -8,7 +8,7 @@ from types import ModuleType
 
 import qkv
 
-CALLS = {"attention", "scaled_dot_product_attention", "merge", "plan"}
+CALLS = {"attention", "scaled_dot_product_attention", "merge", "plan", "explain"}
 SCORES = {"alibi", "alibi_slopes", "relative"}
 PATTERNS = {
     *("full", "causal", "window", "sliding_window", "dilated", "strided", "fixed", "global_tokens", "prefix"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from qkv.types import AuxOutput, AuxRequest, Layout
 from qkv.weights import collect
 
 
+@overload
 def attention(
     query: Tensor,
     key: Tensor,
@@ -34,7 +37,42 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
-    query_offset: int | list[int] | Tensor | None = None,
+    query_offset: int | Sequence[int] | Tensor | None = None,
+    layout: Layout = "BHLD",
+    backend: str = "auto",
+    return_aux: None = None,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pattern: Pattern | None = None,
+    bias: Tensor | Alibi | Relative | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    query_offset: int | Sequence[int] | Tensor | None = None,
+    layout: Layout = "BHLD",
+    backend: str = "auto",
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pattern: Pattern | None = None,
+    bias: Tensor | Alibi | Relative | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    query_offset: int | Sequence[int] | Tensor | None = None,
     layout: Layout = "BHLD",
     backend: str = "auto",
     return_aux: AuxRequest | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +74,7 @@ def plan(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
-    query_offset: int | list[int] | Tensor | None = None,
+    query_offset: int | Sequence[int] | Tensor | None = None,
     layout: Layout = "BHLD",
     backend: str = "auto",
     return_aux: AuxRequest | None = None,

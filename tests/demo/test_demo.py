@@ -8,7 +8,7 @@ import torch
 
 from qkv.cli.main import main
 from qkv.demo import families, memory, report, sentences
-from qkv.demo.contenders import Call, dense_mask, sdpa
+from qkv.demo.contenders import Call, sdpa
 from qkv.demo.families import Cost, Inputs, Row
 from qkv.demo.memory import MemoryProbe
 from qkv.demo.probe import CONTENDERS, Question, measure
@@ -154,13 +154,6 @@ def test_rounding_bound_holds_and_is_not_wide(inputs):
     q, k, v = (tensor.double() for tensor in inputs)
     error = (sdpa(*inputs, full()).run() - sdpa(q, k, v, full()).run()).abs().max()
     assert error < families.rounding_bound(inputs) < 0.01 * v.abs().max()
-
-
-@pytest.mark.parametrize("tokens", [1, 255, 600])
-@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
-def test_dense_mask_in_bands_is_the_whole_picture(family, tokens):
-    pattern = family.pattern(tokens)
-    assert torch.equal(dense_mask(pattern, tokens), pattern.to_dense(tokens, tokens))
 
 
 def test_sdpa_takes_a_dense_mask_only_where_torch_has_no_flag():

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import oracles
 import qkv
 from qkv.patterns import parts, schedule
-from qkv.patterns.axis import BEYOND, PADDING, ROW
-from qkv.patterns.expr import Extent, specialise
+from qkv.patterns.axis import BEYOND, PADDING, ROW, Order
+from qkv.patterns.expr import Expr, Extent, specialise
 from qkv.patterns.leaves.offsets import Offsets
 from qkv.patterns.schedule import Compiled, Part, compile_expr
 from strategies import FUNCTIONS, Case, Sizes, noise, questions, truth, within
@@ -89,10 +89,11 @@ def check_plan(case: Case, sizes: Sizes) -> None:
 
 
 @contextmanager
-def own_choice(name: str, value: object) -> Iterator[None]:
-    """Another constant or cost in the choice of parts, and nothing remembered from before or for later."""
+def own_choice(**values: object) -> Iterator[None]:
+    """Other constants or costs in the choice of parts, and nothing remembered from before or for later."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, name, value)
+        for name, value in values.items():
+            patch.setattr(parts, name, value)
         patch.setattr(schedule, "_CACHE", schedule.PlanCache())
         parts._split.cache_clear()
         yield
@@ -101,14 +102,19 @@ def own_choice(name: str, value: object) -> Iterator[None]:
 
 @given(questions())
 def test_tiles_of_all_parts_are_the_rule(question):
-    with own_choice("NOMINAL", 1024):  # the choice is then cheap, and the calls are as long as that
+    with own_choice(NOMINAL=512, MAX_DEPTH=2):  # a cheap choice; test_any_choice_of_parts_is_the_rule goes deeper
         check_plan(*question)
 
 
-def drawn_costs(seed: int) -> Callable[..., int]:
-    """Every alternative costs a random amount: parts are chosen that no cost model would choose."""
+def drawn_costs(seed: int) -> Callable[[Expr, Order], int]:
+    """A random cost for every alternative, mostly dearer the more spread leaves are left: splits no model would choose."""
     draw = random.Random(seed)
-    return lambda expr, order: draw.choice((0, 1, 10, 100, 1000, 1001))
+
+    def cost(expr: Expr, order: Order) -> int:
+        spread = {leaf.key for leaf in expr.leaves() if leaf.spread}
+        return draw.choice((10, 1000, 1000)) * 4 ** len(spread) + draw.randrange(10)
+
+    return cost
 
 
 def check_forced(case: Case, sizes: Sizes, seed: int) -> int:
@@ -118,7 +124,7 @@ def check_forced(case: Case, sizes: Sizes, seed: int) -> int:
     for b in range(sizes.batch):
         extent = Extent(sizes.queries, sizes.keys, sizes.offsets[b % len(sizes.offsets)])
         for h in range(sizes.heads):
-            with own_choice("_cost", drawn_costs(seed)):
+            with own_choice(_cost=drawn_costs(seed)):
                 compiled = compile_expr(specialise(expr, b, h, extent), extent)
             check(compiled, want[b, h], (extent.query_start, 0))
             most = max(most, len(compiled.parts))

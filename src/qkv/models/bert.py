@@ -102,11 +102,9 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, pattern: Pattern | None, aux: AuxRequest, backend: str) -> tuple[Tensor, AuxOutput]:
         dropout_p = self.dropout_p if self.training else 0.0
         query, key, value = self.project(x)
-        result = attention(
+        heads, seen = attention(
             query, key, value, pattern=pattern, dropout_p=dropout_p, layout="BLHD", backend=backend, return_aux=aux
         )
-        assert isinstance(result, tuple)  # a pair, because aux is given
-        heads, seen = result
         return heads.flatten(2), seen  # (B, L, H, D) -> (B, L, E)
 
 

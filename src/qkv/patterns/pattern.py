@@ -15,12 +15,28 @@ from torch import Tensor
 
 from qkv.errors import DTypeError, MaskError, ShapeError, ValueOutOfRange, message
 from qkv.patterns.canonical import canonical
-from qkv.patterns.expr import Expr, Extent, PerHead, Sizes, axis_sizes, conj, disj, evaluate, neg, rebuild, specialise
+from qkv.patterns.expr import (
+    Expr,
+    Extent,
+    Leaf,
+    PerHead,
+    Sizes,
+    axis_sizes,
+    conj,
+    disj,
+    evaluate,
+    neg,
+    rebuild,
+    specialise,
+)
 from qkv.patterns.leaves.dense import Where
 from qkv.patterns.picture import picture
 from qkv.patterns.schedule import PatternPlan, plan_pattern
 
 Align: TypeAlias = Literal["top_left", "bottom_right"]
+
+
+PAIRS_AT_A_TIME = 1 << 19
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,9 +138,7 @@ class Pattern:
         for b in range(out.shape[0]):
             for h in range(out.shape[1]):
                 member = specialise(expr, b, h, extents[b % len(extents)])
-                query, key = i[b % len(i)][:, None], j[b % len(j)][None, :]
-                everything = np.ones((i.shape[1], j.shape[1]), dtype=bool)
-                out[b, h] = evaluate(member, lambda leaf, i=query, j=key: leaf.contains(i, j), everything)  # type: ignore[misc]
+                _fill(out[b, h], member, i[b % len(i)], j[b % len(j)])
         return out
 
     def to_dense(
@@ -192,6 +206,19 @@ def _join(a: Pattern, b: object, operator: str, combine: Callable[[Expr, Expr], 
         )
     text = f"{a.operand_text(operator)} {operator} {b.operand_text()}"
     return Pattern(combine(a.expr, b.expr), text, a.align or b.align, operator)
+
+
+def _fill(out: np.ndarray, expr: Expr, i: np.ndarray, j: np.ndarray) -> None:
+    """Evaluate pair by pair, some rows at a time: index arrays of all pairs would take many times the result."""
+    rows = max(PAIRS_AT_A_TIME // max(len(j), 1), 1)
+    for start in range(0, len(i), rows):
+        query, key = i[start : start + rows, None], j[None, :]
+        everything = np.ones((len(query), len(j)), dtype=bool)
+
+        def value(leaf: Leaf, query: np.ndarray = query, key: np.ndarray = key) -> np.ndarray:
+            return leaf.contains(query, key)
+
+        out[start : start + rows] = evaluate(expr, value, everything)
 
 
 def _each(value: int | Sequence[int]) -> tuple[int, ...]:
