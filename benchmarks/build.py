@@ -1,6 +1,6 @@
 """`python benchmarks/build.py`: what building a block schedule costs at a million tokens, in CPU time and in memory.
 
-Each build runs in a fresh fork of this idle process, so that neither the cache of schedules nor that of splits helps it.
+Each build runs in a fresh fork of this idle process, so that no cache helps it, of schedules or of splits.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from multiprocessing import get_context
 from typing import NamedTuple
 
+from timing import timed
+
 from qkv import bigbird, causal, dilated, documents, fixed, full, longformer, parse, random_blocks, strided, window
 from qkv.patterns.pattern import Pattern
-from timing import timed
 
 RUNS = 3
 
@@ -65,9 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print one line a pattern."""
     parser = argparse.ArgumentParser(description="Cost of building block schedules.")
     parser.add_argument("--tokens", type=int, default=1 << 20, metavar="L", help="default 1,048,576")
-    parser.add_argument(
-        "--patterns", nargs="+", metavar="TEXT", help="patterns in qkv's notation, instead of the families"
-    )
+    parser.add_argument("--patterns", nargs="+", metavar="TEXT", help="patterns in qkv's notation instead")
     given = parser.parse_args(arguments)
     (causal() & window(3)).plan(64)  # what numpy sets up once belongs to no pattern
     chosen = [parse(text) for text in given.patterns] if given.patterns else patterns(given.tokens)
@@ -76,10 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for pattern in chosen:
         one = measure(pattern, given.tokens)
         text = str(pattern) if len(str(pattern)) < 60 else f"{str(pattern)[:56]} ..."
-        print(
-            f"{one.seconds * 1e3:>9,.1f}{one.tiles:>13,}{one.nbytes / 1e6:>8.1f}{one.parts:>6}{one.pairs:>19,}  {text}",
-            flush=True,
-        )
+        counts = f"{one.tiles:>13,}{one.nbytes / 1e6:>8.1f}{one.parts:>6}{one.pairs:>19,}"
+        print(f"{one.seconds * 1e3:>9,.1f}{counts}  {text}", flush=True)
 
 
 if __name__ == "__main__":

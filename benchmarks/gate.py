@@ -1,8 +1,8 @@
-"""No number without a right result: outputs and gradients against float64 truth, within the bound of tests/budgets.py.
+"""No number without a right result: outputs and gradients against float64, within the bound of tests/budgets.py.
 
-Some rows of all heads are compared for the output and the query's gradient, each from its whole row in float64. Up to WHOLE
-tokens, every number of the first and the last head besides; beyond, some keys of one head for the gradients of key and
-value, each from all the rows that see it. What is compared is the very call that is timed, at its full length.
+Some rows of all heads are compared for the output and the query's gradient, each from its whole row in float64. Up to
+WHOLE tokens, every number of the first and the last head besides; beyond, some keys of one head for the gradients of
+key and value, each from all the rows that see it. What is compared is the very call that is timed, at full length.
 """
 
 from __future__ import annotations
@@ -10,24 +10,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from registry import Case, Data, Result
+
 import budgets
 import oracles
-from registry import Case, Data, Result
 
 WHOLE = 1_024
 ROWS = 24  # sampled rows, beside those at the edges of blocks
 KEYS = 3  # sampled keys, beside those at the edges
 CHUNK = 128  # rows that are computed together for the gradients of the sampled keys
+Index: TypeAlias = tuple[int | slice | Tensor, ...]
 
 
-class Refused(Exception):  # noqa: N818 - what happens to the number
+class Refused(Exception):
     """A result that is not what float64 says, so that no number may be printed for it."""
 
 
@@ -35,7 +37,7 @@ class Claim(NamedTuple):
     """What some entries of one tensor of the result must be, and how far from it rounding may lead."""
 
     name: str  # a key of the result
-    index: tuple[int | slice | Tensor, ...]
+    index: Index
     truth: Tensor
     bound: Tensor
 
@@ -116,7 +118,7 @@ def _columns(case: Case, data: Data) -> Iterator[Claim]:
     for rows in seeing.split(CHUNK) if len(seeing) else ():
         parts = _chunk(q[rows], k, v, go[rows], _seen(case, data.tokens, rows), keys, len(seeing))
         for total, part in zip(sums, parts, strict=True):
-            total += part
+            total.add_(part)
     dk, dk_bound, dv, dv_bound = sums
     floor = budgets.floor_of(torch.float32)  # a key that nobody sees has gradient 0
     yield Claim("key", (0, head, keys), dk, dk_bound + floor)
@@ -145,7 +147,7 @@ def _chunk(
 
 
 def sample(tokens: int, count: int, *, few: bool = False) -> Tensor:
-    """Positions at the edges of blocks and of the sequence, and `count` random ones; `few` leaves out those seen most."""
+    """Positions at edges of blocks and of the sequence, and `count` random ones; `few` leaves out those seen most."""
     edges = [tokens - 1, tokens - 64] if few else [0, 1, 63, 64, tokens // 2, tokens - 65, tokens - 64, tokens - 1]
     drawn = torch.randint(tokens, (count,), generator=torch.Generator().manual_seed(tokens + few))
     return torch.tensor(sorted({*edges, *drawn.tolist()}))

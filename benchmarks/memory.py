@@ -1,8 +1,9 @@
-"""Peak memory of a call, each in a process of its own: `python benchmarks/memory.py` answers one JSON question a line.
+"""Peak memory of a call in a process of its own: `python benchmarks/memory.py` answers one JSON question a line.
 
-The figure is the high-water mark of resident memory (VmHWM) during the call, less what was resident once the library was
-warm and the inputs, and a dense mask where the contender needs one, were there; the mask's own size is added. Every answer
-comes from a fresh fork of an idle process, so that no call inherits what another left behind. Without /proc there is none.
+The figure is the high-water mark of resident memory (VmHWM) during the call, less what was resident once the library
+was warm and the inputs, and the dense mask of a contender that needs one, were there; the mask's own size is added.
+Every answer comes from a fresh fork of an idle process, so that no call inherits what another left behind.
+Without /proc there is none.
 """
 
 from __future__ import annotations

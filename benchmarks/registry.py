@@ -59,7 +59,7 @@ CASES = (
         "bool mask",
         False,
     ),
-    Case("bigbird", lambda _: bigbird(3, 64, 2, 0), lambda _: oracles.bigbird(3, 64, 2, 0), "bool mask", False),
+    Case("bigbird", lambda _: bigbird(3, 64, 2, 0), lambda _: oracles.bigbird(3, 64, 2, 0), "bool mask", flex=False),
     Case("longformer", lambda _: longformer(256, 4), lambda _: oracles.longformer(256, 4), "bool mask"),
     Case("dilated", lambda _: dilated(255, dilation=4), lambda _: oracles.dilated(255, dilation=4), "bool mask"),
 )
@@ -87,7 +87,7 @@ class Data(NamedTuple):
 def make_data(tokens: int, seed: int = 0) -> Data:
     """Normal numbers in float32, the same for every case of a length.
 
-    The queries are SHARPNESS times as large as usual: where each weight is 1/L, a wrong scale would hide below rounding.
+    The queries are SHARPNESS times as large as usual: were each weight about 1/L, a wrong scale would hide in rounding.
     """
     generator = torch.Generator().manual_seed(seed)
     query, *others = torch.randn(4, BATCH, HEADS, tokens, HEAD_DIM, generator=generator).unbind(0)

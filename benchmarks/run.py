@@ -9,11 +9,12 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from gate import Claim, Refused, check, claims
@@ -57,7 +58,12 @@ class Options:
     budget: float  # seconds for the repetitions of one row
     cap: float  # seconds of a peer's call beyond which it is not run
     flex: float | None  # seconds in which flex_attention may compile; None: not a peer
-    sdpa: bool = True
+    sdpa: bool
+    quick: bool  # memory of ours alone, at the longest length
+
+    def weighs(self, name: str, tokens: int) -> bool:
+        """Whether the peak memory of a contender is asked for; flex_attention would have to compile again."""
+        return name != "flex" and (not self.quick or (name == "ours" and tokens == max(self.lengths)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,108 +96,112 @@ class Row:
     peers: dict[str, Peer] = field(default_factory=dict)
 
 
+class Task(NamedTuple):
+    """One call that all contenders answer, and what its result must be."""
+
+    case: Case
+    data: Data
+    direction: Direction
+    expected: list[Claim]
+
+    @property
+    def is_headline(self) -> bool:
+        return (self.case.name, self.data.tokens) == HEADLINE
+
+    def memory(self, name: str, options: Options, probe: MemoryProbe) -> int | None:
+        """Peak bytes of one contender; None where they are not asked for or cannot be had."""
+        if not options.weighs(name, self.data.tokens):
+            return None
+        return probe.ask(Question(name, self.case.name, self.data.tokens, self.direction))
+
+
 def measure(options: Options, probe: MemoryProbe) -> Iterator[Row]:
     """One row a case, length and direction, as each is done."""
     for case in options.cases:
+        ours(case, make_data(64)).run("forward+backward")  # what libraries set up once in a process
         for tokens in options.lengths:
             data = make_data(tokens)
-            ours(case, make_data(64)).run("forward+backward")
             expected = claims(case, data)
             for direction in DIRECTIONS:
-                yield measure_row(case, data, direction, expected, options, probe)
+                yield measure_row(Task(case, data, direction, expected), options, probe)
 
 
-def measure_row(
-    case: Case, data: Data, direction: Direction, expected: list[Claim], options: Options, probe: MemoryProbe
-) -> Row:
+def measure_row(task: Task, options: Options, probe: MemoryProbe) -> Row:
     """Run once and check; only then time and weigh."""
-    mine = ours(case, data)
-    first, share = _gated("ours", mine, case, data, direction, expected)
+    mine = ours(task.case, task.data)
+    first, share = gated("ours", mine, task)
     samples, peers = [], {}
-    for name, note, make in _peers(case, data, direction, options):
-        if note:
-            peers[name] = Peer(note=note)
-            continue
-        contender = make(case, data)
-        theirs, _ = _gated(name, contender, case, data, direction, expected)
-        pairs = interleave(
-            lambda: mine.run(direction),
-            lambda run=contender.run: run(direction),
-            Pair(first, theirs),
-            budget=options.budget,
-            least=HEADLINE_PAIRS if (case.name, data.tokens) == HEADLINE else 1,
-        )
-        samples += [pair.mine for pair in pairs]
-        peers[name] = Peer(
-            cpu=median([pair.theirs for pair in pairs]).cpu,
-            ratio=ratio(pairs),
-            spread=spread(pairs),
-            runs=len(pairs),
-            memory=probe.ask(Question(name, case.name, data.tokens, direction)) if name != "flex" else None,
-        )
-    samples = samples or repeat(lambda: mine.run(direction), first, budget=options.budget)
+    for name, contender in contenders(task, options):
+        if isinstance(contender, str):
+            peers[name] = Peer(note=contender)
+        else:
+            theirs, _ = gated(name, contender, task)
+            pairs = _pairs(mine, contender, Pair(first, theirs), task, options)
+            samples += [pair.mine for pair in pairs]
+            peers[name] = _peer(pairs, task.memory(name, options, probe))
+    samples = samples or repeat(lambda: mine.run(task.direction), first, budget=options.budget)
     cpu, wall = median(samples)
-    pattern, small = case.pattern(data.tokens), cpu < SLOWEST_FOR_MEMORY
+    pattern = task.case.pattern(task.data.tokens)
     return Row(
-        case=case.name,
+        case=task.case.name,
         pattern=str(pattern),
-        tokens=data.tokens,
-        direction=direction,
-        pairs=pattern.count(data.tokens),
+        tokens=task.data.tokens,
+        direction=task.direction,
+        pairs=pattern.count(task.data.tokens),
         cpu=cpu,
         wall=wall,
         runs=len(samples),
-        memory=probe.ask(Question("ours", case.name, data.tokens, direction)) if small else None,
-        input_bytes=data.input_bytes,
+        memory=task.memory("ours", options, probe) if cpu < SLOWEST_FOR_MEMORY else None,
+        input_bytes=task.data.input_bytes,
         share=share,
         peers=peers,
     )
 
 
-def _gated(
-    name: str, contender: Contender, case: Case, data: Data, direction: Direction, expected: list[Claim]
-) -> tuple[Sample, float]:
-    """The first run, whose result is compared with the truth before anything else happens."""
-    sample, result = timed(lambda: contender.run(direction))
+def gated(name: str, contender: Contender, task: Task) -> tuple[Sample, float]:
+    """The first run, compared with the truth before anything else happens, and the share of the bound that it uses."""
+    sample, result = timed(lambda: contender.run(task.direction))
     try:
-        return sample, check(result, expected)
+        return sample, check(result, task.expected)
     except Refused as refused:
-        raise Refused(f"{name}, {case.name} at {data.tokens:,} tokens, {direction}: {refused}") from None
+        where = f"{task.case.name} at {task.data.tokens:,} tokens, {task.direction}"
+        raise Refused(f"{name}, {where}: {refused}") from None
 
 
-def _peers(
-    case: Case, data: Data, direction: Direction, options: Options
-) -> Iterator[tuple[str, str, Callable[[Case, Data], Contender]]]:
-    """Every peer that is asked for: its name, why it does not run (or nothing), and how it is made."""
+def contenders(task: Task, options: Options) -> Iterator[tuple[str, Contender | str]]:
+    """Every peer that is asked for, ready to run, or the reason why it is not run."""
+    case, data = task.case, task.data
     if options.sdpa:
-        seconds = _sdpa_seconds(case.torch_form, direction) * (data.tokens / PROBE) ** 2
-        late = seconds > options.cap and (case.name, data.tokens) != HEADLINE
-        yield "sdpa", f"not run, about {seconds:.0f} s" if late else "", sdpa
-    if options.flex is not None and direction == "forward":
-        contender = None if data.tokens > FLEX_LONGEST or not case.flex else _flex(case, data, options.flex)
-        note = (
-            "not run" if data.tokens > FLEX_LONGEST else "cannot trace the rule" if not case.flex else "did not compile"
-        )
-        yield "flex", "" if contender else note, lambda *_: contender  # type: ignore[return-value, arg-type]
+        seconds = sdpa_seconds(case.torch_form, task.direction) * (data.tokens / PROBE) ** 2
+        late = seconds > options.cap and not task.is_headline
+        yield "sdpa", f"not run, about {seconds:.0f} s" if late else sdpa(case, data)
+    if options.flex is not None and task.direction == "forward":
+        yield "flex", compiled_flex(case, data, options.flex)
+    elif options.flex is not None:
+        yield "flex", "forward only"
 
 
-@lru_cache(maxsize=None)
-def _sdpa_seconds(torch_form: str, direction: Direction) -> float:
+@cache
+def sdpa_seconds(torch_form: str, direction: Direction) -> float:
     """Of one call at PROBE tokens; it computes every pair of every pattern but the causal one."""
     case = next(case for case in CASES if case.torch_form == torch_form)
     call = sdpa(case, make_data(PROBE))
     return min(timed(lambda: call.run(direction))[0].cpu for _ in range(3))
 
 
-def _flex(case: Case, data: Data, seconds: float) -> Contender | None:
-    """Compiled flex_attention after its first run, None where that fails or takes too long."""
+def compiled_flex(case: Case, data: Data, seconds: float) -> Contender | str:
+    """flex_attention after its first run, or why there is none."""
+    if not case.flex:
+        return "its tracer cannot read the rule"
+    if data.tokens > FLEX_LONGEST:
+        return f"not run beyond {FLEX_LONGEST:,}"
     try:
         with _alarm(seconds):
             contender = flex(case, data)
             contender.run("forward")
     except (RuntimeError, TimeoutError) as error:
-        print(f"    flex: {type(error).__name__}: {str(error).splitlines()[0]:.90}")
-        return None
+        print(f"flex: {type(error).__name__}: {str(error).strip().splitlines()[0]:.100}")
+        return "did not compile" if isinstance(error, RuntimeError) else f"not compiled in {seconds:.0f} s"
     return contender
 
 
@@ -209,22 +219,33 @@ def _alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _pairs(mine: Contender, theirs: Contender, first: Pair, task: Task, options: Options) -> list[Pair]:
+    least = HEADLINE_PAIRS if task.is_headline else 1
+    calls = (lambda: mine.run(task.direction)), (lambda: theirs.run(task.direction))
+    return interleave(*calls, first, budget=options.budget, least=least)
+
+
+def _peer(pairs: list[Pair], memory: int | None) -> Peer:
+    seconds = median([pair.theirs for pair in pairs]).cpu
+    return Peer(cpu=seconds, ratio=ratio(pairs), spread=spread(pairs), runs=len(pairs), memory=memory)
+
+
 def head(peers: Sequence[str]) -> str:
     """The header of the table of rows."""
-    mine = f"{'case':<14}{'L':>7} {'direction':<17}{'CPU ms':>9}{'wall ms':>9}{'runs':>5}{'peak MB':>9}{'/ q,k,v':>8}{'bound':>8}"
+    columns = f"{'CPU ms':>9}{'wall ms':>9}{'runs':>5}{'peak MB':>9}{'/ q,k,v':>8}{'bound':>8}"
+    mine = f"{'case':<14}{'L':>7} {'direction':<17}{columns}"
     others = "".join(f" |{name + ' ms':>9}{'ratio':>7}{'(of pairs)':>14}{'peak MB':>9}" for name in peers)
     return f"{mine}{others}\n{'-' * len(mine + others)}"
 
 
 def line(row: Row) -> str:
     """One row; memory in MB (10^6 bytes), `bound` the share of the error bound that the result uses."""
-    peak, times = (
-        ("-", "-") if row.memory is None else (f"{row.memory / 1e6:.1f}", f"{row.memory / row.input_bytes:.2f}")
-    )
-    mine = (
-        f"{row.case:<14}{row.tokens:>7,} {row.direction:<17}{row.cpu * 1e3:>9,.1f}{row.wall * 1e3:>9,.1f}{row.runs:>5}"
-    )
-    return f"{mine}{peak:>9}{times:>8}{row.share:>8.4f}" + "".join(map(_beside, row.peers.values()))
+    seconds = f"{row.cpu * 1e3:>9,.1f}{row.wall * 1e3:>9,.1f}{row.runs:>5}"
+    peak = f"{'-':>9}{'-':>8}"
+    if row.memory is not None:
+        peak = f"{row.memory / 1e6:>9,.1f}{row.memory / row.input_bytes:>8.2f}"
+    mine = f"{row.case:<14}{row.tokens:>7,} {row.direction:<17}{seconds}{peak}{row.share:>8.4f}"
+    return mine + "".join(map(_beside, row.peers.values()))
 
 
 def _beside(peer: Peer) -> str:
@@ -260,9 +281,8 @@ def summary(rows: Sequence[Row]) -> str:
         peer = row.peers.get("sdpa")
         if (row.case, row.tokens) == HEADLINE and peer is not None and not peer.note:
             times = f"{peer.ratio:.1f} times as long (pairs {peer.spread[0]:.1f} to {peer.spread[1]:.1f})"
-            lines.append(
-                f"window of 256 keys at {row.tokens:,}, {row.direction}: SDPA with a dense bool mask takes {times}"
-            )
+            call = f"window of 256 keys at {row.tokens:,}, {row.direction}"
+            lines.append(f"{call}: SDPA with a dense bool mask takes {times}")
     return "\n".join(lines)
 
 
@@ -281,11 +301,8 @@ def machine() -> dict[str, str | int]:
 def write(folder: Path, name: str, rows: Sequence[Row], command: str) -> list[Path]:
     """The rows as JSON, the tables as Markdown, and a plot where matplotlib is installed; the files written."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = {
-        "command": command,
-        "sizes": {"B": BATCH, "H": HEADS, "D": HEAD_DIM, "dtype": "float32"},
-        "machine": machine(),
-    }
+    sizes = {"B": BATCH, "H": HEADS, "D": HEAD_DIM, "dtype": "float32"}
+    about = {"command": command, "sizes": sizes, "machine": machine()}
     record = {**about, "rows": [asdict(row) for row in rows], "exponents": exponents(rows)}
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     plotted = plot(rows, folder / f"{name}.png")
@@ -298,7 +315,7 @@ def write(folder: Path, name: str, rows: Sequence[Row], command: str) -> list[Pa
 
 
 def plot(rows: Sequence[Row], path: Path) -> bool:
-    """Time and peak memory against L on logarithmic axes, one line a family; whether matplotlib was there to draw it."""
+    """Time and peak memory against L on logarithmic axes, a line a family; whether matplotlib was there to draw it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -308,12 +325,11 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, sharex=True)
     lengths = sorted({row.tokens for row in rows})
-    for down, (title, value) in enumerate(
-        [
-            ("CPU time, ms", lambda row: row.cpu * 1e3),
-            ("peak memory beyond the inputs, MB", lambda row: (row.memory or 0) / 1e6),
-        ]
-    ):
+    values = {
+        "CPU time, ms": lambda row: row.cpu * 1e3,
+        "peak memory beyond the inputs, MB": lambda row: (row.memory or 0) / 1e6,
+    }
+    for down, (title, value) in enumerate(values.items()):
         for across, direction in enumerate(DIRECTIONS):
             axis = axes[down, across]
             for number, name in enumerate(dict.fromkeys(row.case for row in rows)):
@@ -347,20 +363,16 @@ def _guides(axes: object, lengths: Sequence[int]) -> None:
 def parse(arguments: Sequence[str] | None) -> tuple[Options, Path, str]:
     """The options, the folder of the results and their name."""
     parser = argparse.ArgumentParser(
-        description="Time and peak memory of blockwise attention, checked before each figure."
+        description="Time and peak memory of blockwise attention, each figure checked first."
     )
     parser.add_argument("--quick", action="store_true", help="short lengths, few repetitions: under 40 seconds")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="L", help=f"default: {' '.join(map(str, LENGTHS))}")
     parser.add_argument("--cases", nargs="+", choices=list(BY_NAME), metavar="CASE", help=f"of {', '.join(BY_NAME)}")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--name", help="name of the result files: default blockwise, or quick")
-    parser.add_argument(
-        "--cap", type=float, default=3.0, metavar="S", help="a peer's call that takes longer is not run"
-    )
+    parser.add_argument("--cap", type=float, default=3.0, metavar="S", help="no peer's call that takes longer is run")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
-    parser.add_argument(
-        "--flex", type=float, metavar="S", help="also flex_attention, if it compiles in so many seconds"
-    )
+    parser.add_argument("--flex", type=float, metavar="S", help="flex_attention too, if it compiles in S seconds")
     given = parser.parse_args(arguments)
     options = Options(
         cases=tuple(BY_NAME[name] for name in given.cases or BY_NAME),
@@ -369,6 +381,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Options, Path, str]:
         cap=given.cap,
         flex=given.flex,
         sdpa=not given.no_peers,
+        quick=given.quick,
     )
     return options, given.out, given.name or ("quick" if given.quick else "blockwise")
 

@@ -17,9 +17,8 @@ import oracles
 from qkv import causal, prefix, window
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-build, gate, memory, registry, run, timing = map(
-    import_module, ("build", "gate", "memory", "registry", "run", "timing")
-)
+build, gate, memory = map(import_module, ("build", "gate", "memory"))
+registry, run, timing = map(import_module, ("registry", "run", "timing"))
 
 right = registry.attention
 
@@ -124,7 +123,7 @@ def test_peer_has_to_pass_the_same_gate(monkeypatch):
     )
     case, data = registry.BY_NAME["causal"], registry.make_data(128)
     with pytest.raises(gate.Refused, match="sdpa, causal at 128 tokens, forward: the output is"):
-        run._gated("sdpa", registry.sdpa(case, data), case, data, "forward", gate.claims(case, data))
+        run.gated("sdpa", registry.sdpa(case, data), run.Task(case, data, "forward", gate.claims(case, data)))
 
 
 class NoProbe:
@@ -189,17 +188,17 @@ def row(tokens, direction, *, cpu, memory=1000, peers=None):
 
 
 def test_peer_beyond_the_cap_is_not_run_but_the_headline_is(monkeypatch):
-    monkeypatch.setattr(run, "_sdpa_seconds", lambda form, direction: 0.1)
-    options = run.Options(cases=registry.CASES, lengths=(1024,), budget=0.1, cap=3.0, flex=None)
+    monkeypatch.setattr(run, "sdpa_seconds", lambda form, direction: 0.1)
+    options = run.Options(cases=registry.CASES, lengths=(1024,), budget=0.1, cap=3.0, flex=None, sdpa=True, quick=False)
 
     def note(name, tokens):
         data = registry.Data(*torch.empty(4, 1, 1, tokens, 1).unbind(0))
-        [(_, text, _)] = run._peers(registry.BY_NAME[name], data, "forward", options)
-        return text
+        [(_, peer)] = run.contenders(run.Task(registry.BY_NAME[name], data, "forward", []), options)
+        return peer
 
-    assert note("strided", 4096) == ""  # 0.1 s · 4²
+    assert isinstance(note("strided", 4096), registry.Contender)  # 0.1 s · 4²
     assert note("strided", 8192) == "not run, about 6 s"
-    assert note("window", 8192) == ""
+    assert isinstance(note("window", 8192), registry.Contender)
     assert note("window", 16384) == "not run, about 26 s"
 
 
@@ -234,7 +233,7 @@ def test_ratio_is_the_median_of_the_pairs_own_ratios():
 def test_pairs_alternate_and_fill_the_budget():
     order = []
     first = timing.Pair(timing.Sample(0.1, 0.1), timing.Sample(0.1, 0.1))
-    pairs = timing.interleave(lambda: order.append("a"), lambda: order.append("b"), first, budget=0.6)
+    pairs = timing.interleave(lambda: order.append("a"), lambda: order.append("b"), first, budget=0.7)
     assert order == ["a", "b"] * 3
     assert len(pairs) == 3
     assert first not in pairs
@@ -244,9 +243,8 @@ def test_slow_first_run_is_the_only_one_unless_more_are_asked_for():
     slow, order = timing.Sample(5.0, 5.0), []
     assert timing.repeat(lambda: order.append("a"), slow, budget=1.0) == [slow]
     assert order == []
-    timing.interleave(
-        lambda: order.append("a"), lambda: order.append("b"), timing.Pair(slow, slow), budget=1.0, least=3
-    )
+    pair = timing.Pair(slow, slow)
+    timing.interleave(lambda: order.append("a"), lambda: order.append("b"), pair, budget=1.0, least=3)
     assert order == ["a", "b"] * 3
 
 

@@ -107,7 +107,7 @@ def test_tiles_of_all_parts_are_the_rule(question):
 
 
 def drawn_costs(seed: int) -> Callable[[Expr, Order], int]:
-    """A random cost for every alternative, mostly dearer the more spread leaves are left: splits no model would choose."""
+    """A random cost for every alternative, mostly dearer the more spread leaves are left: odd splits come of it."""
     draw = random.Random(seed)
 
     def cost(expr: Expr, order: Order) -> int:

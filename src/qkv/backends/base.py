@@ -111,12 +111,14 @@ def rule_bias(problem: Problem, bias: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return bias[:, entry].transpose(0, 1)
 
 
-def largest(tensor: Tensor) -> float:
-    """The largest absolute value; NaN where there is one."""
-    if not tensor.numel():
-        return 0.0
-    low, high = tensor.detach().aminmax()
-    return float(torch.maximum(-low, high))
+def all_finite(*tensors: Tensor | None) -> bool:
+    """Whether no number is NaN or infinite; waits for a GPU."""
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            low, high = tensor.detach().aminmax()
+            if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                return False
+    return True
 
 
 def finite_part(tensor: Tensor) -> Tensor:

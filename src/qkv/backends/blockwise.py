@@ -11,14 +11,13 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from qkv.backends.base import Cost, Result, largest, pattern_plan
+from qkv.backends.base import Cost, Result, all_finite, pattern_plan
 from qkv.backends.blockwise_backward import Gradients, backward
 from qkv.backends.blockwise_forward import Outcome, forward
 from qkv.backends.walk import WORKSPACE
 from qkv.patterns.axis import TILE
+from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
-
-HEADROOM = 2.0**-24  # of the greatest number: covers sums, the scale of dropout and a bias
 
 
 class Blockwise:
@@ -48,20 +47,15 @@ class Blockwise:
 
     def run(self, problem: Problem, tensors: Tensors, seed: int) -> Result:
         plan = pattern_plan(problem)
-        careful = not _calm(problem, tensors)
-        if _transformed(tensors):
-            outcome = forward(problem, tensors, plan, seed, careful=careful)
+        if _transformed(tensors):  # numbers cannot be looked at
+            outcome = forward(problem, tensors, plan, seed, careful=True)
         elif problem.needs_grad:
-            outcome = Outcome(*_Attention.apply(problem, plan, seed, careful, *tensors))  # type: ignore[no-untyped-call]
+            outcome = Outcome(*_Attention.apply(problem, plan, seed, *tensors))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
-                outcome = forward(problem, tensors, plan, seed, careful=careful)
-        return Result(
-            outcome.output,
-            outcome.lse,
-            outcome.max_scores if problem.aux.max_scores else None,
-            outcome.entropy if problem.aux.entropy else None,
-        )
+                outcome, _ = _answer(problem, tensors, plan, seed)
+        top = outcome.max_scores if problem.aux.max_scores else None
+        return Result(outcome.output, outcome.lse, top, outcome.entropy if problem.aux.entropy else None)
 
 
 def _transformed(tensors: Tensors) -> bool:
@@ -77,19 +71,14 @@ def _forward_level() -> bool:
     return forward_ad._current_level >= 0  # noqa: SLF001 - torch has no public way to ask
 
 
-def _calm(problem: Problem, tensors: Tensors, grad_output: Tensor | None = None) -> bool:
-    """Whether the numbers are finite and so far from overflow that every product is: then a hidden pair has a finite
-    score and gradient, which a weight of 0 removes. Under a transform numbers cannot be looked at, and care is taken.
+def _answer(problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int) -> tuple[Outcome, bool]:
+    """The outcome, and whether care was needed: what the pattern hides comes in with weight 0, and if it was NaN or
+    infinite the output shows it, for 0 · NaN is NaN. Then everything is done again with care.
     """
-    if _are_functorch_transforms_active():
-        return False
-    room = torch.finfo(problem.compute_dtype).max * HEADROOM
-    value = largest(tensors.value)
-    if grad_output is not None:
-        grad = largest(grad_output)
-        return problem.value_dim * grad * value <= room and problem.queries * grad <= room
-    score = problem.head_dim * abs(problem.scale) * largest(tensors.query) * largest(tensors.key)
-    return score <= room and problem.keys * value <= room
+    outcome = forward(problem, tensors, plan, seed, careful=False)
+    if all_finite(outcome.output):
+        return outcome, False
+    return forward(problem, tensors, plan, seed, careful=True), True
 
 
 class _Attention(torch.autograd.Function):
@@ -98,8 +87,8 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, plan: Any, seed: int, careful: bool, *tensors: Tensor | None) -> Any:
-        outcome = forward(problem, Tensors(*tensors), plan, seed, careful=careful)  # type: ignore[arg-type]
+    def forward(ctx: Any, problem: Problem, plan: PatternPlan, seed: int, *tensors: Tensor | None) -> Any:
+        outcome, careful = _answer(problem, Tensors(*tensors), plan, seed)  # type: ignore[arg-type]
         ctx.save_for_backward(*tensors, *outcome)
         ctx.question = problem, plan, seed, careful
         ctx.mark_non_differentiable(*outcome[2:])
@@ -110,28 +99,28 @@ class _Attention(torch.autograd.Function):
         problem, plan, seed, careful = ctx.question
         tensors, outcome = Tensors(*ctx.saved_tensors[:5]), Outcome(*ctx.saved_tensors[5:])
         if torch.is_grad_enabled():
-            gradients = _differentiable(problem, tensors, plan, seed, ctx.needs_input_grad[4:], grad_output, grad_lse)
+            wanted = ctx.needs_input_grad[3:]
+            gradients = _differentiable(problem, tensors, plan, seed, wanted, (grad_output, grad_lse), careful=careful)
         else:
-            careful = careful or not _calm(problem, tensors, grad_output)
             gradients = backward(problem, tensors, plan, seed, outcome, grad_output, grad_lse, careful=careful)
-        return None, None, None, None, *gradients
+            if not careful and not all_finite(*gradients):
+                gradients = backward(problem, tensors, plan, seed, outcome, grad_output, grad_lse, careful=True)
+        return None, None, None, *gradients
 
 
 def _differentiable(
     problem: Problem,
     tensors: Tensors,
-    plan: Any,
+    plan: PatternPlan,
     seed: int,
     wanted: tuple[bool, ...],
-    grad_output: Tensor,
-    grad_lse: Tensor,
+    grads: tuple[Tensor, Tensor],
+    *,
+    careful: bool,
 ) -> Gradients:
     """Gradients as functions that can be differentiated again: autograd through the plain forward pass."""
-    outcome = forward(problem, tensors, plan, seed, careful=not _calm(problem, tensors))
+    outcome = forward(problem, tensors, plan, seed, careful=careful)
     inputs = [tensor for tensor, needed in zip(tensors, wanted, strict=True) if needed and tensor is not None]
-    found = iter(
-        torch.autograd.grad(
-            (outcome.output, outcome.lse), inputs, (grad_output, grad_lse), create_graph=True, allow_unused=True
-        )
-    )
+    outputs = (outcome.output, outcome.lse)
+    found = iter(torch.autograd.grad(outputs, inputs, grads, create_graph=True, allow_unused=True))
     return Gradients(*(next(found) if needed else None for needed in wanted))

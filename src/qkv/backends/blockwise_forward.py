@@ -8,18 +8,22 @@ Source: Milakov, Gimelshein, "Online normalizer calculation for softmax" (2018);
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qkv.backends.base import NEG_INF, careful_product
 from qkv.backends.scene import Scene
 from qkv.backends.walk import Block, Group, rectangles
+from qkv.patterns.axis import ROW
 from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
 
 LOG2_E = 1.4426950408889634
+Record = TypeVar("Record", "Outcome", "State")
 
 
 class Outcome(NamedTuple):
@@ -31,20 +35,20 @@ class Outcome(NamedTuple):
     output: Tensor
     lse: Tensor
     max_scores: Tensor
-    entropy: Tensor
     shift: Tensor
     total: Tensor
+    entropy: Tensor  # NaN unless asked for
 
 
 class State(NamedTuple):
-    """Of each row: the greatest score so far, and relative to it the sums of weights, of weights · scores,
-    of weights · V.
+    """Of each row: the greatest score so far, and relative to it the sum of weights and the sums of weights · V.
+
+    Where the entropy is asked for, one more column of the output holds the sum of weights · scores.
     """
 
     top: Tensor  # (b, h, l), a constant for differentiation
     total: Tensor  # (b, h, l)
-    energy: Tensor  # (b, h, l), zeros unless the entropy is asked for
-    output: Tensor  # (b, h, l, V)
+    output: Tensor  # (b, h, l, V or V + 1)
 
     def rows(self, rows: slice) -> State:
         return State(*(part[:, :, rows] for part in self))
@@ -56,82 +60,101 @@ def forward(problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int, *,
     strips = []
     for strip in rectangles(plan, share):
         pieces = [_rectangle(problem, tensors, plan, block, seed, careful=careful) for block in strip]
-        strips.append(_join(pieces, 1) if pieces else _nothing(problem, tensors))
-    return _join(strips, 0) if strips else _nothing(problem, tensors)
+        strips.append(_join(pieces, 1))
+    if strips:
+        return _join(strips, 0)
+    nothing = Block(slice(0, problem.batch), slice(0, problem.heads), 0)
+    return _finish(problem, _unseen(problem, tensors, nothing, problem.queries), None)
 
 
-def _join(pieces: list[Outcome], axis: int) -> Outcome:
+def _join(pieces: Sequence[Record], axis: int) -> Record:
+    """Records of tensors joined along an axis, field by field."""
     if len(pieces) == 1:
         return pieces[0]
-    return Outcome(*(torch.cat(parts, dim=axis) for parts in zip(*pieces, strict=True)))
-
-
-def _nothing(problem: Problem, tensors: Tensors) -> Outcome:
-    """The outcome of a call without batch rows or heads."""
-    shape = (problem.batch, problem.heads, problem.queries)
-    rows = (tensors.query.new_zeros(shape, dtype=problem.compute_dtype) for _ in Outcome._fields[1:])
-    return Outcome(tensors.query.new_zeros((*shape, problem.value_dim)), *rows)
+    return type(pieces[0])(*(torch.cat(parts, dim=axis) for parts in zip(*pieces, strict=True)))
 
 
 def _rectangle(
     problem: Problem, tensors: Tensors, plan: PatternPlan, block: Block, seed: int, *, careful: bool
 ) -> Outcome:
-    state = _empty_state(problem, tensors, block)
+    state = None
     for part in plan.members[block.member].parts:
         scene = Scene.of(problem, tensors, block, part, seed, careful=careful)
-        state = _attend(scene, state)
+        state = _attend(scene, state, _unseen(problem, tensors, block, 1))
+    if state is None:
+        state = _unseen(problem, tensors, block, problem.queries)
     return _finish(problem, state, None if tensors.sinks is None else tensors.sinks[block.heads])
 
 
-def _empty_state(problem: Problem, tensors: Tensors, block: Block) -> State:
-    batch, heads = block.batch.stop - block.batch.start, block.heads.stop - block.heads.start
-    row = tensors.query.new_zeros((batch, heads, problem.queries), dtype=problem.compute_dtype)
-    return State(row + NEG_INF, row, row, row.new_zeros((1, 1, 1, 1)).expand(*row.shape, problem.value_dim))
+def _unseen(problem: Problem, tensors: Tensors, block: Block, rows: int) -> State:
+    """The state of rows that have seen nothing yet."""
+    shape = (block.batch.stop - block.batch.start, block.heads.stop - block.heads.start, rows)
+    zero = tensors.query.new_zeros(shape, dtype=problem.compute_dtype)
+    return State(zero + NEG_INF, zero, zero.new_zeros((*shape, problem.value_dim + problem.aux.entropy)))
 
 
-def _attend(scene: Scene, state: State) -> State:
-    """The state after one part: its rows are walked group by group, rows without a group keep theirs."""
-    rows = scene.query_rows
-    before = state if rows is None else State(*(part.index_select(2, rows) for part in state))
+def _attend(scene: Scene, state: State | None, unseen: State) -> State:
+    """The state after one part, walked group by group; rows without a group keep theirs, or have seen nothing."""
+    order, count = scene.query_rows, scene.part.queries.count
+    if order is not None and state is None:
+        state = _repeated(unseen, scene.problem.queries)
+    before = state if order is None or state is None else _picked(state, order)
+
+    def untouched(rows: slice) -> State:
+        return _repeated(unseen, rows.stop - rows.start) if before is None else before.rows(rows)
+
     pieces, reached = [], 0
     for group in scene.walk.groups():
         if group.rows.start > reached:
-            pieces.append(before.rows(slice(reached, group.rows.start)))
-        pieces.append(_group(scene, group, before.rows(group.rows)))
+            pieces.append(untouched(slice(reached, group.rows.start)))
+        pieces.append(_group(scene, group, None if before is None else before.rows(group.rows)))
         reached = group.rows.stop
-    if reached < before.top.shape[2]:
-        pieces.append(before.rows(slice(reached, before.top.shape[2])))
-    after = State(*(torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))) if pieces else before
-    return after if rows is None else _put_back(scene, state, after)
+    if reached < count:
+        pieces.append(untouched(slice(reached, count)))
+    after = _join(pieces, 2)
+    return after if order is None or state is None else _put_back(scene, state, after)
+
+
+def _repeated(unseen: State, rows: int) -> State:
+    """One row's state for many."""
+    return State(*(part.expand(-1, -1, rows, *part.shape[3:]) for part in unseen))
+
+
+def _picked(state: State, rows: Tensor) -> State:
+    """The state of the rows that a part's slots stand for."""
+    return State(*(part.index_select(2, rows) for part in state))
 
 
 def _put_back(scene: Scene, state: State, after: State) -> State:
     """The state of a part's slots back into the order of rows; padding is dropped."""
-    index = torch.from_numpy(scene.part.queries.index).to(scene.problem.device)  # type: ignore[attr-defined]
-    slots = (index >= 0).nonzero().squeeze(1)
-    rows = index[slots].long()
-    return State(*(old.index_copy(2, rows, new.index_select(2, slots)) for old, new in zip(state, after, strict=True)))
+    slots = torch.from_numpy(np.flatnonzero(scene.part.queries.kinds() == ROW)).to(scene.problem.device)
+    assert scene.query_rows is not None, "a part in natural order has nothing to put back"
+    rows, picked = scene.query_rows[slots], _picked(after, slots)
+    return State(*(old.index_copy(2, rows, new) for old, new in zip(state, picked, strict=True)))
 
 
-def _group(scene: Scene, group: Group, state: State) -> State:
+def _group(scene: Scene, group: Group, state: State | None) -> State:
     query = scene.scaled_query(group.rows)
     for step in group.steps:
         scores = scene.scores(query, scene.keys(step), group.rows, step)
         peak = scores.values.detach().amax(dim=-1)
-        top = torch.maximum(state.top, peak)
+        top = peak if state is None else torch.maximum(state.top, peak)
         shift = torch.where(top == NEG_INF, 0.0, top)
         weights = exp_below(scores.values, shift)
-        decay = torch.exp(state.top - shift)
-        total = state.total * decay + weights.sum(dim=-1)
-        energy = state.energy
+        dropped = weights * scene.kept(group.rows, step) if scene.problem.dropout_p else weights
+        output = _product(scene, dropped, scene.values(step), scores.seen)
         if scene.problem.aux.entropy:
-            finite = scores.values.masked_fill(scores.values == NEG_INF, 0.0)
-            energy = energy * decay + (weights * finite).sum(dim=-1).detach()
-        if scene.problem.dropout_p:
-            weights = weights * scene.kept(group.rows, step)
-        output = state.output * decay[..., None] + _product(scene, weights, scene.values(step), scores.seen)
-        state = State(top, total, energy, output)
+            energy = (weights * scores.values.masked_fill(weights == 0, 0.0)).sum(dim=-1, keepdim=True)
+            output = torch.cat([output, energy.detach()], dim=-1)
+        here = State(top, weights.sum(dim=-1), output)
+        state = here if state is None else _added(state, here, torch.exp(state.top - shift))
+    assert state is not None, "a group has steps"
     return state
+
+
+def _added(state: State, here: State, decay: Tensor) -> State:
+    """Both sums, the earlier ones brought down to the new greatest score."""
+    return State(here.top, state.total * decay + here.total, state.output * decay[..., None] + here.output)
 
 
 def exp_below(scores: Tensor, shift: Tensor) -> Tensor:
@@ -150,16 +173,20 @@ def _product(scene: Scene, weights: Tensor, value: Tensor, seen: Tensor | None) 
 
 def _finish(problem: Problem, state: State, sinks: Tensor | None) -> Outcome:
     """Normalise; sinks join here, since they have no value."""
-    sink = state.top.new_full((), NEG_INF) if sinks is None else sinks.to(state.top.dtype)[:, None]
-    top = torch.maximum(state.top, sink.detach())
-    shift = torch.where(top == NEG_INF, 0.0, top)
-    decay = torch.exp(state.top - shift)
-    total = state.total * decay + torch.exp(sink - shift)
-    empty = total == 0
-    filled = torch.where(empty, 1.0, total)
-    lse = torch.where(empty, NEG_INF, shift + torch.log(filled))
-    output = state.output * (decay / filled)[..., None]
-    # shares of the keys' weights: with a sink they sum to less than 1
-    share, energy = (part.detach() * decay / filled for part in (state.total, state.energy))
-    entropy = share * torch.where(empty, 0.0, lse.detach()) - energy
-    return Outcome(output.to(problem.dtype), lse, state.top, entropy, shift, filled)
+    max_scores, keys = state.top, state.total
+    if sinks is not None:
+        sink = sinks.to(state.top.dtype)[:, None]
+        top = torch.maximum(state.top, sink.detach())
+        decay = torch.exp(state.top - top)
+        keys = keys * decay
+        state = State(top, keys + torch.exp(sink - top), state.output * decay[..., None])
+    shift = torch.where(state.top == NEG_INF, 0.0, state.top)
+    empty = state.total == 0
+    total = torch.where(empty, 1.0, state.total)
+    lse = torch.where(empty, NEG_INF, shift + torch.log(total))
+    output = state.output / total[..., None]
+    entropy = torch.full_like(lse, float("nan"))
+    if problem.aux.entropy:  # sum of p (lse - s) over the keys, whose p sum to less than 1 beside a sink
+        output, energy = output[..., :-1], output[..., -1]
+        entropy = (keys / total * torch.where(empty, 0.0, lse) - energy).detach()
+    return Outcome(output.to(problem.dtype), lse, max_scores, shift, total, entropy)
