@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.patterns.expr import Extent
+from qkv.patterns.leaf import Extent
 from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
 

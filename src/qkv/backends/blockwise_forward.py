@@ -96,23 +96,23 @@ def _unseen(problem: Problem, tensors: Tensors, block: Block, rows: int) -> Stat
 def _attend(scene: Scene, state: State | None, unseen: State) -> State:
     """The state after one part, walked group by group; rows without a group keep theirs, or have seen nothing."""
     order, count = scene.query_rows, scene.part.queries.count
-    if order is not None and state is None:
-        state = _repeated(unseen, scene.problem.queries)
-    before = state if order is None or state is None else _picked(state, order)
+    before = state if state is None or order is None else _picked(state, order)
 
-    def untouched(rows: slice) -> State:
+    def kept(rows: slice) -> State:
         return _repeated(unseen, rows.stop - rows.start) if before is None else before.rows(rows)
 
     pieces, reached = [], 0
     for group in scene.walk.groups():
         if group.rows.start > reached:
-            pieces.append(untouched(slice(reached, group.rows.start)))
+            pieces.append(kept(slice(reached, group.rows.start)))
         pieces.append(_group(scene, group, None if before is None else before.rows(group.rows)))
         reached = group.rows.stop
     if reached < count:
-        pieces.append(untouched(slice(reached, count)))
+        pieces.append(kept(slice(reached, count)))
     after = _join(pieces, 2)
-    return after if order is None or state is None else _put_back(scene, state, after)
+    if order is None:
+        return after
+    return _put_back(scene, order, _repeated(unseen, scene.problem.queries) if state is None else state, after)
 
 
 def _repeated(unseen: State, rows: int) -> State:
@@ -125,11 +125,10 @@ def _picked(state: State, rows: Tensor) -> State:
     return State(*(part.index_select(2, rows) for part in state))
 
 
-def _put_back(scene: Scene, state: State, after: State) -> State:
+def _put_back(scene: Scene, order: Tensor, state: State, after: State) -> State:
     """The state of a part's slots back into the order of rows; padding is dropped."""
-    slots = torch.from_numpy(np.flatnonzero(scene.part.queries.kinds() == ROW)).to(scene.problem.device)
-    assert scene.query_rows is not None, "a part in natural order has nothing to put back"
-    rows, picked = scene.query_rows[slots], _picked(after, slots)
+    slots = torch.from_numpy(np.flatnonzero(scene.part.queries.kinds() == ROW)).to(order.device)
+    rows, picked = order[slots], _picked(after, slots)
     return State(*(old.index_copy(2, rows, new) for old, new in zip(state, picked, strict=True)))
 
 

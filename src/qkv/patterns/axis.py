@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qkv.patterns.expr import Extent, Leaf
+from qkv.patterns.leaf import Extent, Leaf
 from qkv.patterns.leaves.documents import Documents
 from qkv.patterns.leaves.keys import Keys, OneSided, PeriodicKeys, Rows
 from qkv.patterns.leaves.offsets import Congruent

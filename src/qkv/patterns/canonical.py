@@ -14,7 +14,8 @@ from typing import TypeGuard
 
 import numpy as np
 
-from qkv.patterns.expr import FAR, Expr, Leaf, PerHead, evaluate, rebuild
+from qkv.patterns.expr import PerHead, evaluate, rebuild
+from qkv.patterns.leaf import FAR, Expr, Leaf
 from qkv.patterns.leaves.keys import COMPACT_RUNS, Keys
 from qkv.patterns.leaves.offsets import Congruent, Offsets
 

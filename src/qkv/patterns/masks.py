@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from qkv.patterns.axis import BEYOND, ROW, TILE, Axis, Natural
-from qkv.patterns.expr import Expr, Leaf, evaluate
+from qkv.patterns.expr import evaluate
+from qkv.patterns.leaf import Expr, Leaf
 from qkv.patterns.numbering import number_columns, number_rows
 
 CHUNK = 2048  # tiles evaluated at a time: 8 million pairs

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from qkv.errors import ShapeError, ValueOutOfRange, message, unknown_name
 from qkv.patterns.arguments import integers, one_flag, seed_value, whole
-from qkv.patterns.expr import ALL, FAR, NONE, Expr, PerHead, conj, disj
+from qkv.patterns.expr import ALL, NONE, PerHead, conj, disj
+from qkv.patterns.leaf import FAR, Expr
 from qkv.patterns.leaves.blocks import BlockBand, RandomBlocks
 from qkv.patterns.leaves.documents import Documents
 from qkv.patterns.leaves.grid import Neighborhood, OnImage

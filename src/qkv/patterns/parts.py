@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from qkv.patterns import line
 from qkv.patterns.axis import Order, lay_out
-from qkv.patterns.expr import ALL, NONE, Expr, Extent, Leaf, conj, disj, neg, polarity, substitute
+from qkv.patterns.expr import ALL, NONE, conj, disj, neg, polarity, substitute
+from qkv.patterns.leaf import Expr, Extent, Leaf
 from qkv.patterns.tiles import bound
 
 NOMINAL = 16_384  # the length at which the choice is made, once a pattern, so that a row's bits do not depend on L

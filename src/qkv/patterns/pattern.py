@@ -15,20 +15,8 @@ from torch import Tensor
 
 from qkv.errors import DTypeError, MaskError, ShapeError, ValueOutOfRange, message
 from qkv.patterns.canonical import canonical
-from qkv.patterns.expr import (
-    Expr,
-    Extent,
-    Leaf,
-    PerHead,
-    Sizes,
-    axis_sizes,
-    conj,
-    disj,
-    evaluate,
-    neg,
-    rebuild,
-    specialise,
-)
+from qkv.patterns.expr import PerHead, axis_sizes, conj, disj, evaluate, neg, rebuild, specialise
+from qkv.patterns.leaf import Expr, Extent, Leaf, Sizes
 from qkv.patterns.leaves.dense import Where
 from qkv.patterns.picture import picture
 from qkv.patterns.schedule import PatternPlan, plan_pattern

@@ -14,7 +14,8 @@ import numpy as np
 
 from qkv.patterns import line
 from qkv.patterns.axis import TILE, Axis, lay_out
-from qkv.patterns.expr import NONE, Expr, Extent, axis_sizes, conj, specialise
+from qkv.patterns.expr import NONE, axis_sizes, conj, specialise
+from qkv.patterns.leaf import Expr, Extent
 from qkv.patterns.masks import TileGrid, make_masks
 from qkv.patterns.parts import Piece, split
 from qkv.patterns.tiles import Bounds, bound

@@ -8,7 +8,8 @@ import numpy as np
 
 from qkv.patterns import line
 from qkv.patterns.axis import TILE, Axis, Segments
-from qkv.patterns.expr import And, Const, Expr, Intervals, Leaf, Not
+from qkv.patterns.expr import And, Const, Not
+from qkv.patterns.leaf import Expr, Intervals, Leaf
 
 
 class Bounds(NamedTuple):

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qkv.errors import MaskError, message
-from qkv.patterns.expr import Expr, Extent, Intervals, Leaf, Sizes
+from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tiles
 from qkv.patterns.leaves.keys import digest
 from qkv.philox import philox
-
-if TYPE_CHECKING:
-    from qkv.patterns.masks import TileGrid
 
 INTERVAL_LIMIT = 1 << 22  # segments times kept blocks; beyond it, unknown
 
@@ -39,9 +35,9 @@ class BlockBand(Leaf):
         sure = Intervals.one_each((last - w) * n, (first + w + 1) * n)
         return maybe, sure
 
-    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
-        bound = (self.width + 1) * self.size + grid.reach
-        return grid.query_shape, grid.key_shape, grid.query_first % self.size, np.clip(grid.distance, -bound, bound)
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
+        bound = (self.width + 1) * self.size + tiles.reach
+        return tiles.query_shape, tiles.key_shape, tiles.query_first % self.size, np.clip(tiles.distance, -bound, bound)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +79,10 @@ class BlockRows(Leaf):
         single = (first == last)[owner]
         return maybe, Intervals(owner[single], start[single], start[single] + self.size)
 
-    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
-        if grid.aligned(self.size):  # one answer a tile
-            return (self.contains(grid.query_first, grid.key_first).astype(np.int64),)
-        return grid.row, grid.col
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
+        if tiles.aligned(self.size):  # one answer a tile
+            return (self.contains(tiles.query_first, tiles.key_first).astype(np.int64),)
+        return tiles.row, tiles.col
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qkv.errors import MaskError, message
-from qkv.patterns.expr import Expr, Extent, Leaf, Sizes
+from qkv.patterns.leaf import Expr, Extent, Leaf, Sizes
 from qkv.patterns.leaves.keys import digest
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

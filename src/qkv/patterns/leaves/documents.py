@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qkv.errors import ShapeError, message
-from qkv.patterns.expr import Expr, Extent, Intervals, Leaf, Sizes
+from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tiles
 from qkv.patterns.leaves.keys import digest
 from qkv.patterns.numbering import number_rows
-
-if TYPE_CHECKING:
-    from qkv.patterns.masks import TileGrid
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +90,12 @@ class Documents(Leaf):
         one = np.flatnonzero((first == last) & (low >= 0) & (high < count))
         return maybe, Intervals(one, edges[first][one], edges[first + 1][one])
 
-    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         """The pattern of ids within the query block and within the key block, and how far apart their ids are."""
-        query, key = self.number(grid.query_positions, -1), self.number(grid.key_positions, -1)
+        query, key = self.number(tiles.query_positions, -1), self.number(tiles.key_positions, -1)
         query_shape, query_base = _relative(query)
         key_shape, key_base = _relative(key)
-        return query_shape[grid.row], key_shape[grid.col], query_base[grid.row] - key_base[grid.col]
+        return query_shape[tiles.row], key_shape[tiles.col], query_base[tiles.row] - key_base[tiles.col]
 
 
 def _relative(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

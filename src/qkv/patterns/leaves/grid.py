@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qkv.errors import ShapeError, message
-from qkv.patterns.expr import Intervals, Leaf, Sizes
-
-if TYPE_CHECKING:
-    from qkv.patterns.masks import TileGrid
+from qkv.patterns.leaf import Intervals, Leaf, Sizes, Tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +44,8 @@ class OnImage(Leaf):
         maybe, sure = (Intervals(o, np.zeros_like(o), np.full_like(o, pixels)) for o in (touching, inside))
         return maybe, sure
 
-    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
-        return grid.row, grid.col
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
+        return tiles.row, tiles.col
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +83,16 @@ class Neighborhood(OnImage):
         row = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + top[owner]
         return Intervals(owner, row * width + left[owner], row * width + right[owner]), Intervals.nothing()
 
-    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         """Away from the upper and lower border only the column and the distance count."""
-        y = grid.query_first // self.width
-        rows_in_block = grid.query_reach // self.width + 1
+        y = tiles.query_first // self.width
+        rows_in_block = tiles.query_reach // self.width + 1
         before, after = self.kernel // 2, self.kernel - self.kernel // 2
         interior = (y >= before) & (y + rows_in_block + after <= self.height)
-        return grid.query_shape, grid.key_shape, grid.query_first % self.width, np.where(interior, -1, y), grid.distance
+        return (
+            tiles.query_shape,
+            tiles.key_shape,
+            tiles.query_first % self.width,
+            np.where(interior, -1, y),
+            tiles.distance,
+        )

@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from qkv.errors import ShapeError, ValueOutOfRange, message
-from qkv.patterns.expr import Expr, Extent, Intervals, Leaf, Sizes
+from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tiles
 from qkv.patterns.numbering import number_rows
-
-if TYPE_CHECKING:
-    from qkv.patterns.masks import TileGrid
 
 COMPACT_RUNS = 8  # more runs than this are scattered: better gathered than masked
 
@@ -87,8 +84,8 @@ class Keys(RunSet):
         exact = Intervals(owner, np.tile(self.runs[:, 0], segments), np.tile(self.runs[:, 1], segments))
         return exact, exact
 
-    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
-        return (number_rows(in_runs(self.runs, grid.key_positions))[grid.col],)
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
+        return (number_rows(in_runs(self.runs, tiles.key_positions))[tiles.col],)
 
 
 class Rows(RunSet):
@@ -107,8 +104,8 @@ class Rows(RunSet):
         inside = (first & 1).astype(bool)
         return Intervals.for_segments(inside | (first != last)), Intervals.for_segments(inside & (first == last))
 
-    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
-        return (number_rows(in_runs(self.runs, grid.query_positions))[grid.row],)
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
+        return (number_rows(in_runs(self.runs, tiles.query_positions))[tiles.row],)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +127,8 @@ class PeriodicKeys(OneSided):
         positions = np.arange(start, stop)
         return positions[positions % self.period >= self.first]
 
-    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
-        return (grid.col,)
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
+        return (tiles.col,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from qkv.patterns.expr import FAR, Intervals, Leaf
-
-if TYPE_CHECKING:
-    from qkv.patterns.masks import TileGrid
+from qkv.patterns.leaf import FAR, Intervals, Leaf, Tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +30,12 @@ class Offsets(Leaf):
         sure = Intervals.one_each(high - self.high, low - self.low + 1)
         return maybe, sure
 
-    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         bounds = [bound for bound in (self.low, self.high) if abs(bound) < FAR]
         if not bounds:
             return ()
-        distance = np.clip(grid.distance, min(bounds) - grid.reach, max(bounds) + grid.reach)
-        return grid.query_shape, grid.key_shape, distance
+        distance = np.clip(tiles.distance, min(bounds) - tiles.reach, max(bounds) + tiles.reach)
+        return tiles.query_shape, tiles.key_shape, distance
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,5 +52,5 @@ class Congruent(Leaf):
     def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return (i - j) % self.modulus == 0
 
-    def signature(self, grid: TileGrid) -> tuple[np.ndarray, ...]:
-        return grid.query_shape, grid.key_shape, grid.distance % self.modulus
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
+        return tiles.query_shape, tiles.key_shape, tiles.distance % self.modulus

@@ -1,0 +1,166 @@
+"""What a pattern's tree is made of: the interface of its nodes and leaves, and the records in which leaves answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+FAR = 1 << 40  # beyond every position: stands for "unbounded"
+
+
+class Extent(NamedTuple):
+    """The rectangle of positions that a call looks at: queries start .. start + count - 1, keys likewise."""
+
+    queries: int
+    keys: int
+    query_start: int = 0
+    key_start: int = 0
+
+
+class Sizes(NamedTuple):
+    """What a leaf may need to check itself against: axis sizes of the call, and its query offsets."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    offsets: tuple[int, ...]
+
+
+class Intervals(NamedTuple):
+    """Ranges of key positions [start, stop), each belonging to a query segment `owner`; int64 arrays of one length."""
+
+    owner: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    @classmethod
+    def one_each(cls, start: np.ndarray, stop: np.ndarray) -> Intervals:
+        """One range a segment, in order."""
+        return cls(np.arange(len(start)), start, stop)
+
+    @classmethod
+    def everything(cls, segments: int) -> Intervals:
+        return cls.one_each(np.full(segments, -FAR), np.full(segments, FAR))
+
+    @classmethod
+    def nothing(cls) -> Intervals:
+        none = np.zeros(0, dtype=np.int64)
+        return cls(none, none, none)
+
+    @classmethod
+    def for_segments(cls, chosen: np.ndarray) -> Intervals:
+        """Everything for the chosen segments (a bool array), nothing for the others."""
+        owner = np.flatnonzero(chosen)
+        return cls(owner, np.full(len(owner), -FAR), np.full(len(owner), FAR))
+
+
+class Tiles(Protocol):
+    """Tiles of 64 queries by 64 keys, and what tells a leaf which of them look alike; arrays hold a number a tile."""
+
+    row: np.ndarray  # the query block
+    col: np.ndarray  # the key block
+
+    @property
+    def query_first(self) -> np.ndarray:
+        """The position of the first query."""
+
+    @property
+    def key_first(self) -> np.ndarray:
+        """The position of the first key."""
+
+    @property
+    def distance(self) -> np.ndarray:
+        """The first query's position less the first key's."""
+
+    @property
+    def query_shape(self) -> np.ndarray:
+        """Equal where the query blocks hold the same positions relative to their first."""
+
+    @property
+    def key_shape(self) -> np.ndarray:
+        """Equal where the key blocks hold the same positions relative to their first."""
+
+    @property
+    def query_reach(self) -> int:
+        """No query is further from its block's first."""
+
+    @property
+    def reach(self) -> int:
+        """No pair's distance is further from its tile's."""
+
+    @property
+    def query_positions(self) -> np.ndarray:
+        """The positions of all query blocks, (blocks, 64)."""
+
+    @property
+    def key_positions(self) -> np.ndarray:
+        """The positions of all key blocks, (blocks, 64)."""
+
+    def aligned(self, size: int) -> bool:
+        """Whether every tile lies within one block of `size` queries and one of `size` keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expr(ABC):
+    """A node of the tree. `key` says what it means: equal keys, equal sets of pairs."""
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[object, ...]: ...
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return ()
+
+    def leaves(self) -> Iterator[Leaf]:
+        """Every leaf, left to right, repeats included."""
+        for child in self.children:
+            yield from child.leaves()
+
+
+class Leaf(Expr):
+    """One question about a pair of absolute positions (i, j).
+
+    `spread`: touches nearly all tiles in natural order, and owns an order in which it does not.
+    `batch`, `heads`: the sizes of the axes that the answer depends on, or None.
+    """
+
+    spread: ClassVar[bool] = False
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self
+
+    @property
+    def batch(self) -> int | None:
+        return None
+
+    @property
+    def heads(self) -> int | None:
+        return None
+
+    def check(self, sizes: Sizes) -> None:
+        """Raise where the leaf does not fit the sizes of a call."""
+
+    def bind(self, b: int, h: int, extent: Extent) -> Expr:
+        """The same question for one batch row, one head and one extent."""
+        return self
+
+    @abstractmethod
+    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        """Whether each pair is in the set; i and j are int64 arrays that broadcast."""
+
+    def intervals(self, low: np.ndarray, high: np.ndarray) -> tuple[Intervals, Intervals]:
+        """For queries low..high (inclusive) of each segment: keys that some may see, keys that all see.
+
+        The first may hold too many, the second too few: this default knows nothing, and every tile is evaluated.
+        """
+        return Intervals.everything(len(low)), Intervals.nothing()
+
+    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
+        """Numbers of each tile such that tiles with equal numbers have equal bits. Default: the tile itself."""
+        return tiles.row, tiles.col
