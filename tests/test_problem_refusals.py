@@ -21,8 +21,8 @@ from qkv.errors import (
     UnsupportedError,
     ValueOutOfRange,
 )
-from qkv.inputs import add_call
-from qkv.patterns import causal, key_lengths, mask, per_head
+from qkv.inputs import in_call
+from qkv.patterns import causal, key_lengths, mask, per_head, prefix
 from qkv.question import ask
 from qkv.scores import alibi, relative
 from qkv.types import AuxRequest
@@ -211,17 +211,18 @@ def test_offsets_whose_numbers_cannot_be_read_are_refused():
         refused(UnsupportedError, "cannot be read", "pass ints", query_offset=torch.zeros(2, dtype=torch.int64))
 
 
-def test_an_error_is_told_its_call_once():
+def test_an_error_names_its_call_and_cuts_a_long_pattern():
     q, k, v = torch.zeros(Q), torch.zeros(K), torch.zeros(2, 2, 7, 3)
-    with pytest.raises(ShapeError) as caught:
-        ask(q, k, v)
-    add_call(caught.value, q, k, v, causal())
-    add_call(caught.value, q, k, None, None)
-    end = "value [2, 2, 7, 3] float32 cpu, pattern causal())"
-    assert str(caught.value).endswith(
-        f"(in a call with query [2, 4, 5, 8] float32 cpu, key [2, 2, 6, 8] float32 cpu, {end}"
-    )
-    assert str(caught.value).count("in a call with") == 1
+    long = causal()
+    for n in range(40):
+        long = long & prefix(n)
+    for pattern, shown in ((causal(), "causal()"), (None, "None"), (long, f"{str(long)[:79]}…"), ("x", "str")):
+        with pytest.raises(ShapeError) as caught, in_call(q, k, v, pattern):
+            ask(q, k, v)
+        end = f"value [2, 2, 7, 3] float32 cpu, pattern {shown})"
+        assert str(caught.value).endswith(
+            f"(in a call with query [2, 4, 5, 8] float32 cpu, key [2, 2, 6, 8] float32 cpu, {end}"
+        )
 
 
 def test_broadcasting_refuses_what_torch_cannot_expand():

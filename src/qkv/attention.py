@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from qkv.backends.base import NEG_INF, Result, pattern_plan
-from qkv.dispatch import choose
+from qkv.dispatch import Choice, choose
 from qkv.dropout import draw_seed
 from qkv.errors import DTypeError, InvertedMaskWarning, ShapeError, message
+from qkv.inputs import in_call
 from qkv.patterns.given import mask
 from qkv.patterns.named import causal
 from qkv.patterns.pattern import Pattern
@@ -108,22 +109,24 @@ def attention(
     tensor([[0.7311, 1.7311]])
     """
     query, key, value = _autocast(query, key, value)
-    question = ask(
-        query,
-        key,
-        value,
-        pattern=pattern,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        generator=generator,
-        query_offset=query_offset,
-        layout=layout,
-        return_aux=return_aux,
-    )
-    output, aux = _answer(question, backend, generator)
+    with in_call(query, key, value, pattern):
+        question = ask(
+            query,
+            key,
+            value,
+            pattern=pattern,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            generator=generator,
+            query_offset=query_offset,
+            layout=layout,
+            return_aux=return_aux,
+        )
+        choice = choose(question.problem, backend)
+    output, aux = _answer(question, choice, generator)
     return output if return_aux is None else (output, aux)
 
 
@@ -143,23 +146,32 @@ def scaled_dot_product_attention(
     top-left, and together with a mask both hold. Batch axes broadcast. Unlike torch's, dropout follows qkv's rule.
     """
     query, key, value = _autocast(query, key, value)
-    _check_heads(query, key, enable_gqa)
-    pattern, bias = (causal(align="top_left") if is_causal else None), attn_mask
-    if isinstance(attn_mask, Tensor):
-        bias = _right_aligned(attn_mask, max(query.ndim, key.ndim, value.ndim))
-        if bias.dtype == torch.bool:
-            kept = mask(_flat_batch(bias, query, key, value))
-            pattern, bias = (kept if pattern is None else pattern & kept), None
-    question = ask(
-        query, key, value, pattern=pattern, bias=bias, scale=scale, dropout_p=dropout_p, query_offset=0, broadcast=True
-    )
-    return _answer(question, "auto", None)[0]
+    with in_call(query, key, value, None):
+        _check_heads(query, key, enable_gqa)
+        pattern, bias = (causal(align="top_left") if is_causal else None), attn_mask
+        if isinstance(attn_mask, Tensor):
+            bias = _right_aligned(attn_mask, max(query.ndim, key.ndim, value.ndim))
+            if bias.dtype == torch.bool:
+                kept = mask(_flat_batch(bias, query, key, value))
+                pattern, bias = (kept if pattern is None else pattern & kept), None
+        question = ask(
+            query,
+            key,
+            value,
+            pattern=pattern,
+            bias=bias,
+            scale=scale,
+            dropout_p=dropout_p,
+            query_offset=0,
+            broadcast=True,
+        )
+        choice = choose(question.problem, "auto")
+    return _answer(question, choice, None)[0]
 
 
-def _answer(question: Question, backend: str, generator: torch.Generator | None) -> tuple[Tensor, AuxOutput]:
-    """Choose, draw the seed, run, and give the result the caller's form."""
+def _answer(question: Question, choice: Choice, generator: torch.Generator | None) -> tuple[Tensor, AuxOutput]:
+    """Draw the seed, run, and give the result the caller's form."""
     problem = question.problem
-    choice = choose(problem, backend)
     seed = draw_seed(generator) if problem.dropout_p else 0
     with torch.autocast(problem.device.type, enabled=False):
         result = choice.backend.run(problem, question.tensors, seed)

@@ -6,7 +6,8 @@ The tensors themselves are checked in `qkv.shapes`; which option goes where is `
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
 from typing import SupportsIndex
@@ -34,16 +35,22 @@ POSITION_LIMIT = 2**62  # so that a sum of two positions still fits 64 bits
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _ALIGNED_BY = {"top_left": "0", "bottom_right": "S - L"}
 _NOTHING = AuxRequest()
+LONGEST_SHOWN = 80  # characters of a pattern in an error
 _OFFSET_HOLDS = "`query_offset` must be an int, or a sequence or integer tensor of one a batch row"
 _ROWS_HOLDS = '`weights` of AuxRequest must be a bool, "mean", or query rows as an int, a slice or a sequence of ints'
 
 
-def add_call(error: QkvError, query: object, key: object, value: object, pattern: object) -> None:
-    """Add to an error, once, which call it came from: for the outermost public function, before a bare `raise`."""
-    if " (in a call with query " not in str(error):
-        shown = str(pattern) if isinstance(pattern, Pattern) else describe(pattern)
+@contextmanager
+def in_call(query: object, key: object, value: object, pattern: object) -> Iterator[None]:
+    """Adds to an error which call it came from: for the outermost public functions, so that inner texts stay short."""
+    try:
+        yield
+    except QkvError as error:
+        shown = str(pattern) if pattern is None or isinstance(pattern, Pattern) else describe(pattern)
+        shown = shown if len(shown) <= LONGEST_SHOWN else f"{shown[: LONGEST_SHOWN - 1]}…"
         call = f"query {describe(query)}, key {describe(key)}, value {describe(value)}, pattern {shown}"
         error.args = (f"{error} (in a call with {call})",)
+        raise
 
 
 def as_index(value: object) -> int | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qkv.backends.base import pattern_plan
 from qkv.dispatch import choose
+from qkv.inputs import in_call
 from qkv.patterns.pattern import Pattern
 from qkv.problem import Problem
 from qkv.question import ask
@@ -83,22 +84,23 @@ def plan(
 
     Raises what `attention` would raise.
     """
-    problem = ask(
-        query,
-        key,
-        value,
-        pattern=pattern,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        generator=generator,
-        query_offset=query_offset,
-        layout=layout,
-        return_aux=return_aux,
-    ).problem
-    choice = choose(problem, backend)
+    with in_call(query, key, value, pattern):
+        problem = ask(
+            query,
+            key,
+            value,
+            pattern=pattern,
+            bias=bias,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            generator=generator,
+            query_offset=query_offset,
+            layout=layout,
+            return_aux=return_aux,
+        ).problem
+        choice = choose(problem, backend)
     cost = choice.backend.cost(problem)
     # backward recomputes the scores and makes four more products: dP, dV, dQ, dK
     backward = 2 * cost.computed * (3 * problem.head_dim + 2 * problem.value_dim) if problem.needs_grad else 0

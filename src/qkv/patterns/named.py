@@ -17,7 +17,7 @@ from qkv.patterns.leaves.documents import Documents
 from qkv.patterns.leaves.grid import Neighborhood, OnImage
 from qkv.patterns.leaves.keys import Keys, PeriodicKeys, Rows, runs_of
 from qkv.patterns.leaves.offsets import Congruent, Offsets
-from qkv.patterns.pattern import Align, Pattern
+from qkv.patterns.pattern import Align, Pattern, common_align
 
 CAUSAL = Offsets(0, FAR)
 
@@ -200,12 +200,8 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
         raise ShapeError(
             message("`per_head` must list at least one pattern, nothing else", f"got {patterns!r}", "list one a head")
         )
-    aligned = members[0]
-    for member in members[1:]:
-        aligned = aligned & member  # raises where two members disagree on the alignment
-    return Pattern(
-        PerHead(tuple(member.expr for member in members)), f"per_head([{', '.join(map(str, members))}])", aligned.align
-    )
+    text = f"per_head([{', '.join(map(str, members))}])"
+    return Pattern(PerHead(tuple(member.expr for member in members)), text, common_align(*members))
 
 
 def _strided(stride: int) -> Expr:

@@ -184,16 +184,22 @@ def _join(a: Pattern, b: object, operator: str, combine: Callable[[Expr, Expr], 
                 "wrap a boolean tensor as mask(keep=...)",
             )
         )
-    if a.align and b.align and a.align != b.align:
+    text = f"{a.operand_text(operator)} {operator} {b.operand_text()}"
+    return Pattern(combine(a.expr, b.expr), text, common_align(a, b), operator)
+
+
+def common_align(*patterns: Pattern) -> Align | None:
+    """What the parts of one pattern say of the position of query 0; two that disagree are an error."""
+    said = {pattern.align: pattern for pattern in patterns if pattern.align}
+    if len(said) > 1:
         raise MaskError(
             message(
                 "the parts of a pattern must agree on `align`",
-                f"{a.text} says {a.align!r}, {b.text} says {b.align!r}",
+                " and ".join(f"{pattern} says {align!r}" for align, pattern in said.items()),
                 "give `align` once, or pass `query_offset=` to the call",
             )
         )
-    text = f"{a.operand_text(operator)} {operator} {b.operand_text()}"
-    return Pattern(combine(a.expr, b.expr), text, a.align or b.align, operator)
+    return next(iter(said), None)
 
 
 def _fill(out: np.ndarray, expr: Expr, i: np.ndarray, j: np.ndarray) -> None:
