@@ -37,7 +37,7 @@ class Claim(NamedTuple):
     """What some entries of one tensor of the result must be, and how far from it rounding may lead."""
 
     name: str  # a key of the result
-    index: Index
+    place: Index
     truth: Tensor
     bound: Tensor
 
@@ -53,7 +53,7 @@ def check(result: Result, expected: list[Claim]) -> float:
     worst = 0.0
     for claim in expected:
         if claim.name in result:
-            share = float(((result[claim.name][claim.index].double() - claim.truth).abs() / claim.bound).amax())
+            share = float(((result[claim.name][claim.place].double() - claim.truth).abs() / claim.bound).amax())
             if not share <= 1:
                 what = claim.name if claim.name == "output" else f"gradient of {claim.name}"
                 raise Refused(f"the {what} is {share:.3g} times its error bound away from float64")
@@ -86,18 +86,13 @@ def _rows(case: Case, data: Data) -> Iterator[Claim]:
         yield from _oracle(part, allowed, (slice(None), slice(head, head + 1), rows), ("query",))
 
 
-def _oracle(
-    part: Data, allowed: Tensor, index: tuple[int | slice | Tensor, ...], names: tuple[str, ...]
-) -> Iterator[Claim]:
+def _oracle(part: Data, allowed: Tensor, index: Index, names: tuple[str, ...]) -> Iterator[Claim]:
     """The oracle's output and gradients of part of the rows against all keys, with the bounds that belong to them."""
     q, k, v = (tensor.double().requires_grad_() for tensor in part[:3])
     call = budgets.Call(q, k, v, allowed, q.shape[-1] ** -0.5)
     truth = call.truth()
-    found = dict(
-        zip(
-            ("query", "key", "value"), torch.autograd.grad(truth.out, (q, k, v), part.grad_output.double()), strict=True
-        )
-    )
+    gradients = torch.autograd.grad(truth.out, (q, k, v), part.grad_output.double())
+    found = dict(zip(("query", "key", "value"), gradients, strict=True))
     bound, _ = budgets.backward(call, truth, torch.float32, part.grad_output)
     yield Claim("output", index, truth.out.detach(), budgets.forward(call, truth, torch.float32).out)
     for name in names:
@@ -147,7 +142,7 @@ def _chunk(
 
 
 def sample(tokens: int, count: int, *, few: bool = False) -> Tensor:
-    """Positions at edges of blocks and of the sequence, and `count` random ones; `few` leaves out those seen most."""
+    """Positions at edges of blocks and of the sequence, and `count` random ones; `few`: at the end alone."""
     edges = [tokens - 1, tokens - 64] if few else [0, 1, 63, 64, tokens // 2, tokens - 65, tokens - 64, tokens - 1]
     drawn = torch.randint(tokens, (count,), generator=torch.Generator().manual_seed(tokens + few))
     return torch.tensor(sorted({*edges, *drawn.tolist()}))

@@ -24,6 +24,7 @@ from qkv.patterns.pattern import Pattern
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
 LENGTHS = (1_024, 2_048, 4_096, 8_192, 16_384)
 SHARPNESS = 3
+HEADLINE = ("window", 8_192)  # the case and length of the figure that the summary ends with
 FIT_FROM = 4_096  # the exponent in L is fitted from here on
 
 Direction: TypeAlias = Literal["forward", "forward+backward"]

@@ -6,15 +6,14 @@ Every figure stands behind the gate: a wrong result prints REFUSED, writes nothi
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from gate import Claim, Refused, check, claims
@@ -26,6 +25,7 @@ from registry import (
     DIRECTIONS,
     FIT_FROM,
     HEAD_DIM,
+    HEADLINE,
     HEADS,
     LENGTHS,
     Case,
@@ -37,16 +37,18 @@ from registry import (
     ours,
     sdpa,
 )
-from timing import Pair, Sample, exponent, interleave, median, ratio, repeat, spread, timed
-
-from qkv.info import info
+from report import Peer, Row, head, line, machine, summary, write
+from timing import Pair, Sample, interleave, median, ratio, repeat, spread, timed
 
 QUICK = (512, 1_024)
 PROBE = 1_024  # the length at which a peer's time at a longer one is foretold from
-HEADLINE = ("window", 8_192)  # runs whatever it takes, in at least HEADLINE_PAIRS pairs
-HEADLINE_PAIRS = 3
-SLOWEST_FOR_MEMORY = 30.0  # seconds of a call beyond which it is not run a second time for its memory
+HEADLINE_PAIRS = 3  # that the headline takes at least, whatever the cap
+SLOWEST_FOR_MEMORY = 20.0  # seconds of our call beyond which it is not run once more for its memory
+SLOWEST_PEER_FOR_MEMORY = 3.0
+LEAST_RUNS, SLOWEST_TO_REPEAT = 3, 2.0  # of ours, where the exponent is fitted, while a run takes no more seconds
 FLEX_LONGEST = 8_192  # its block mask is evaluated densely
+
+Ask: TypeAlias = Callable[[Question], int | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,36 +68,6 @@ class Options:
         return name != "flex" and (not self.quick or (name == "ours" and tokens == max(self.lengths)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peer:
-    """A peer's figures for the same call, or the reason why there are none."""
-
-    note: str = ""
-    cpu: float = 0.0
-    ratio: float = 0.0  # of its time to ours, the median over pairs
-    spread: tuple[float, float] = (0.0, 0.0)
-    runs: int = 0
-    memory: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """Ours at one case, length and direction; seconds and bytes, medians over runs."""
-
-    case: str
-    pattern: str
-    tokens: int
-    direction: Direction
-    pairs: int  # of one head
-    cpu: float
-    wall: float
-    runs: int
-    memory: int | None
-    input_bytes: int
-    share: float  # of the error bound that the result uses
-    peers: dict[str, Peer] = field(default_factory=dict)
-
-
 class Task(NamedTuple):
     """One call that all contenders answer, and what its result must be."""
 
@@ -108,14 +80,21 @@ class Task(NamedTuple):
     def is_headline(self) -> bool:
         return (self.case.name, self.data.tokens) == HEADLINE
 
-    def memory(self, name: str, options: Options, probe: MemoryProbe) -> int | None:
-        """Peak bytes of one contender; None where they are not asked for or cannot be had."""
-        if not options.weighs(name, self.data.tokens):
+    def memory(self, name: str, seconds: float, options: Options, ask: Ask) -> int | None:
+        """Peak bytes of a contender that takes so long; None where they are not asked for or cannot be had."""
+        most = SLOWEST_FOR_MEMORY if name == "ours" or self.is_headline else SLOWEST_PEER_FOR_MEMORY
+        if seconds > most or not options.weighs(name, self.data.tokens):
             return None
-        return probe.ask(Question(name, self.case.name, self.data.tokens, self.direction))
+        case = self.case if name == "ours" else _like(self.case.torch_form)
+        return ask(Question(name, case.name, self.data.tokens, self.direction))
 
 
-def measure(options: Options, probe: MemoryProbe) -> Iterator[Row]:
+def _like(torch_form: str) -> Case:
+    """The first case of a form: SDPA does the same work for all of them."""
+    return next(case for case in CASES if case.torch_form == torch_form)
+
+
+def measure(options: Options, ask: Ask) -> Iterator[Row]:
     """One row a case, length and direction, as each is done."""
     for case in options.cases:
         ours(case, make_data(64)).run("forward+backward")  # what libraries set up once in a process
@@ -123,10 +102,10 @@ def measure(options: Options, probe: MemoryProbe) -> Iterator[Row]:
             data = make_data(tokens)
             expected = claims(case, data)
             for direction in DIRECTIONS:
-                yield measure_row(Task(case, data, direction, expected), options, probe)
+                yield measure_row(Task(case, data, direction, expected), options, ask)
 
 
-def measure_row(task: Task, options: Options, probe: MemoryProbe) -> Row:
+def measure_row(task: Task, options: Options, ask: Ask) -> Row:
     """Run once and check; only then time and weigh."""
     mine = ours(task.case, task.data)
     first, share = gated("ours", mine, task)
@@ -138,8 +117,8 @@ def measure_row(task: Task, options: Options, probe: MemoryProbe) -> Row:
             theirs, _ = gated(name, contender, task)
             pairs = _pairs(mine, contender, Pair(first, theirs), task, options)
             samples += [pair.mine for pair in pairs]
-            peers[name] = _peer(pairs, task.memory(name, options, probe))
-    samples = samples or repeat(lambda: mine.run(task.direction), first, budget=options.budget)
+            peers[name] = _peer(pairs, task.memory(name, theirs.cpu, options, ask))
+    samples = _enough(samples, mine, first, task, options)
     cpu, wall = median(samples)
     pattern = task.case.pattern(task.data.tokens)
     return Row(
@@ -151,7 +130,7 @@ def measure_row(task: Task, options: Options, probe: MemoryProbe) -> Row:
         cpu=cpu,
         wall=wall,
         runs=len(samples),
-        memory=task.memory("ours", options, probe) if cpu < SLOWEST_FOR_MEMORY else None,
+        memory=task.memory("ours", cpu, options, ask),
         input_bytes=task.data.input_bytes,
         share=share,
         peers=peers,
@@ -172,9 +151,9 @@ def contenders(task: Task, options: Options) -> Iterator[tuple[str, Contender | 
     """Every peer that is asked for, ready to run, or the reason why it is not run."""
     case, data = task.case, task.data
     if options.sdpa:
-        seconds = sdpa_seconds(case.torch_form, task.direction) * (data.tokens / PROBE) ** 2
-        late = seconds > options.cap and not task.is_headline
-        yield "sdpa", f"not run, about {seconds:.0f} s" if late else sdpa(case, data)
+        short = data.tokens <= PROBE or task.is_headline
+        seconds = 0.0 if short else sdpa_seconds(case.torch_form, task.direction) * (data.tokens / PROBE) ** 2
+        yield "sdpa", f"not run, about {seconds:.0f} s" if seconds > options.cap else sdpa(case, data)
     if options.flex is not None and task.direction == "forward":
         yield "flex", compiled_flex(case, data, options.flex)
     elif options.flex is not None:
@@ -184,8 +163,7 @@ def contenders(task: Task, options: Options) -> Iterator[tuple[str, Contender | 
 @cache
 def sdpa_seconds(torch_form: str, direction: Direction) -> float:
     """Of one call at PROBE tokens; it computes every pair of every pattern but the causal one."""
-    case = next(case for case in CASES if case.torch_form == torch_form)
-    call = sdpa(case, make_data(PROBE))
+    call = sdpa(_like(torch_form), make_data(PROBE))
     return min(timed(lambda: call.run(direction))[0].cpu for _ in range(3))
 
 
@@ -225,139 +203,18 @@ def _pairs(mine: Contender, theirs: Contender, first: Pair, task: Task, options:
     return interleave(*calls, first, budget=options.budget, least=least)
 
 
+def _enough(samples: list[Sample], mine: Contender, first: Sample, task: Task, options: Options) -> list[Sample]:
+    """Our runs beside the peers', and more of them where there were none or the exponent is fitted."""
+    fitted = task.data.tokens >= FIT_FROM and first.cpu <= SLOWEST_TO_REPEAT
+    least = LEAST_RUNS if fitted else 1
+    if samples:
+        return samples + [timed(lambda: mine.run(task.direction))[0] for _ in range(len(samples), least)]
+    return repeat(lambda: mine.run(task.direction), first, budget=options.budget, least=least)
+
+
 def _peer(pairs: list[Pair], memory: int | None) -> Peer:
     seconds = median([pair.theirs for pair in pairs]).cpu
     return Peer(cpu=seconds, ratio=ratio(pairs), spread=spread(pairs), runs=len(pairs), memory=memory)
-
-
-def head(peers: Sequence[str]) -> str:
-    """The header of the table of rows."""
-    columns = f"{'CPU ms':>9}{'wall ms':>9}{'runs':>5}{'peak MB':>9}{'/ q,k,v':>8}{'bound':>8}"
-    mine = f"{'case':<14}{'L':>7} {'direction':<17}{columns}"
-    others = "".join(f" |{name + ' ms':>9}{'ratio':>7}{'(of pairs)':>14}{'peak MB':>9}" for name in peers)
-    return f"{mine}{others}\n{'-' * len(mine + others)}"
-
-
-def line(row: Row) -> str:
-    """One row; memory in MB (10^6 bytes), `bound` the share of the error bound that the result uses."""
-    seconds = f"{row.cpu * 1e3:>9,.1f}{row.wall * 1e3:>9,.1f}{row.runs:>5}"
-    peak = f"{'-':>9}{'-':>8}"
-    if row.memory is not None:
-        peak = f"{row.memory / 1e6:>9,.1f}{row.memory / row.input_bytes:>8.2f}"
-    mine = f"{row.case:<14}{row.tokens:>7,} {row.direction:<17}{seconds}{peak}{row.share:>8.4f}"
-    return mine + "".join(map(_beside, row.peers.values()))
-
-
-def _beside(peer: Peer) -> str:
-    if peer.note:
-        return f" |  {peer.note:<37}"
-    pairs, peak = "{:.2f}-{:.2f}".format(*peer.spread), "-" if peer.memory is None else f"{peer.memory / 1e6:,.1f}"
-    return f" |{peer.cpu * 1e3:>9,.1f}{peer.ratio:>7.2f}{pairs:>14}{peak:>9}"
-
-
-def exponents(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
-    """Of time and peak memory in L, fitted from FIT_FROM on, by case."""
-    found: dict[str, dict[str, float | None]] = {}
-    for name in dict.fromkeys(row.case for row in rows):
-        found[name] = {}
-        for direction in DIRECTIONS:
-            long = [row for row in rows if (row.case, row.direction) == (name, direction) and row.tokens >= FIT_FROM]
-            weighed = [(row.tokens, row.memory) for row in long if row.memory]
-            found[name][f"time, {direction}"] = exponent([row.tokens for row in long], [row.cpu for row in long])
-            found[name][f"memory, {direction}"] = exponent([n for n, _ in weighed], [size for _, size in weighed])
-    return found
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """The table of exponents, and the sentence on a window of 256 at 8,192."""
-    found = exponents(rows)
-    titles = [f"{kind}, {direction}" for kind in ("time", "memory") for direction in DIRECTIONS]
-    lines = [f"exponent in L from {FIT_FROM:,} on", f"{'case':<14}" + "".join(f"{title:>25}" for title in titles)]
-    for name, values in found.items():
-        cells = ("-" if values[title] is None else f"{values[title]:.2f}" for title in titles)
-        lines.append(f"{name:<14}" + "".join(f"{cell:>25}" for cell in cells))
-    lines.append("")
-    for row in rows:
-        peer = row.peers.get("sdpa")
-        if (row.case, row.tokens) == HEADLINE and peer is not None and not peer.note:
-            times = f"{peer.ratio:.1f} times as long (pairs {peer.spread[0]:.1f} to {peer.spread[1]:.1f})"
-            call = f"window of 256 keys at {row.tokens:,}, {row.direction}"
-            lines.append(f"{call}: SDPA with a dense bool mask takes {times}")
-    return "\n".join(lines)
-
-
-def machine() -> dict[str, str | int]:
-    """What the figures were measured on."""
-    about = info()
-    return {
-        "processor": about.machine.processor,
-        "capability": about.machine.torch_capability,
-        "system": about.machine.system,
-        "threads": about.machine.threads,
-        **about.versions,
-    }
-
-
-def write(folder: Path, name: str, rows: Sequence[Row], command: str) -> list[Path]:
-    """The rows as JSON, the tables as Markdown, and a plot where matplotlib is installed; the files written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    sizes = {"B": BATCH, "H": HEADS, "D": HEAD_DIM, "dtype": "float32"}
-    about = {"command": command, "sizes": sizes, "machine": machine()}
-    record = {**about, "rows": [asdict(row) for row in rows], "exponents": exponents(rows)}
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    plotted = plot(rows, folder / f"{name}.png")
-    table = "\n".join([head(list(rows[0].peers)), *map(line, rows), "", summary(rows)])
-    told = "; ".join(f"{key} {value}" for key, value in machine().items())
-    text = f"# Benchmark: {name}\n\n`{command}`\n\n{told}\n\n```text\n{table}\n```\n"
-    text += f"\n![time and peak memory per family]({name}.png)\n" if plotted else ""
-    (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    return [folder / f"{name}{kind}" for kind in (".json", ".md", *([".png"] if plotted else []))]
-
-
-def plot(rows: Sequence[Row], path: Path) -> bool:
-    """Time and peak memory against L on logarithmic axes, a line a family; whether matplotlib was there to draw it."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        return False
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2, sharex=True)
-    lengths = sorted({row.tokens for row in rows})
-    values = {
-        "CPU time, ms": lambda row: row.cpu * 1e3,
-        "peak memory beyond the inputs, MB": lambda row: (row.memory or 0) / 1e6,
-    }
-    for down, (title, value) in enumerate(values.items()):
-        for across, direction in enumerate(DIRECTIONS):
-            axis = axes[down, across]
-            for number, name in enumerate(dict.fromkeys(row.case for row in rows)):
-                own = [row for row in rows if (row.case, row.direction) == (name, direction) and value(row)]
-                axis.plot([row.tokens for row in own], [value(row) for row in own], f"C{number}o-", ms=4, label=name)
-            axis.set(title=f"{direction}: {title}", xscale="log", yscale="log")
-            axis.set_xticks(lengths, [f"{n:,}" for n in lengths], minor=False)
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-            if down:
-                axis.set_xlabel("L, tokens")
-    _guides(axes, lengths)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False)
-    figure.suptitle(f"qkv blockwise, B={BATCH} H={HEADS} D={HEAD_DIM} float32, one thread")
-    figure.savefig(path, dpi=110)
-    return True
-
-
-def _guides(axes: object, lengths: Sequence[int]) -> None:
-    """Grey lines of slope 1 and 2 through the lower left of each panel, for the eye."""
-    for axis in axes.flat:  # type: ignore[attr-defined]
-        low, high = axis.get_ylim()
-        for slope in (1, 2):
-            values = [1.3 * low * (n / lengths[0]) ** slope for n in lengths]
-            axis.plot(lengths, values, ":", color="0.6", zorder=0)
-            axis.annotate(f"L{'²' if slope == 2 else ''}", (lengths[-1], values[-1]), color="0.5", clip_on=True)
-        axis.set_ylim(low, high)
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[Options, Path, str]:
@@ -377,7 +234,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Options, Path, str]:
     options = Options(
         cases=tuple(BY_NAME[name] for name in given.cases or BY_NAME),
         lengths=tuple(given.lengths or (QUICK if given.quick else LENGTHS)),
-        budget=0.2 if given.quick else 1.0,
+        budget=0.1 if given.quick else 0.4,
         cap=given.cap,
         flex=given.flex,
         sdpa=not given.no_peers,
@@ -396,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"B={BATCH} H={HEADS} D={HEAD_DIM} float32; ratio: the peer's CPU time over ours\n\n{head(names)}")
     try:
         with closing(MemoryProbe()) as probe:
-            for row in measure(options, probe):
+            for row in measure(options, cache(probe.ask)):
                 rows.append(row)
                 print(line(row), flush=True)
     except Refused as refused:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -49,9 +48,13 @@ class Case(NamedTuple):
     rule: oracles.Rule
 
 
-def truth(case: Case, sizes: Sizes) -> Tensor:
+def truth(case: Case, sizes: Sizes, key_start: int = 0) -> Tensor:
     """The rule at every element: bool (B, H, L, S)."""
-    return oracles.dense(case.rule, (sizes.batch, sizes.heads, sizes.queries, sizes.keys), sizes.offsets)
+
+    def rule(p: Any) -> Any:
+        return case.rule(p._replace(j=p.j + key_start))
+
+    return oracles.dense(rule, (sizes.batch, sizes.heads, sizes.queries, sizes.keys), sizes.offsets)
 
 
 def within(rule: oracles.Rule, queries: tuple[int, int], keys: tuple[int, int] | None = None) -> oracles.Rule:
@@ -235,12 +238,12 @@ def leaf_cases(sizes: Sizes) -> st.SearchStrategy[Case]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, sizes: Sizes, depth: int = 3) -> Case:
-    """An expression of at most `depth` operations on a path."""
+def cases(draw: st.DrawFn, sizes: Sizes, depth: int = 3, leaves: st.SearchStrategy[Case] | None = None) -> Case:
+    """An expression of at most `depth` operations on a path, of leaves that fit the call."""
     kind = draw(choice("leaf", "&", "|", "-", "~", "&", "|", "per_head")) if depth else "leaf"
     if kind == "leaf":
-        return draw(leaf_cases(sizes))
-    below = cases(sizes, depth - 1)
+        return draw(leaf_cases(sizes) if leaves is None else leaves)
+    below = cases(sizes, depth - 1, leaves)
     if kind == "per_head":
         members = [draw(below) for _ in range(sizes.heads)]
         return Case(qkv.per_head([m.pattern for m in members]), oracles.per_head([m.rule for m in members]))
@@ -256,10 +259,12 @@ def cases(draw: st.DrawFn, sizes: Sizes, depth: int = 3) -> Case:
 
 
 @st.composite
-def questions(draw: st.DrawFn, depth: int = 3, lengths: tuple[int, ...] = LENGTHS) -> tuple[Case, Sizes]:
+def questions(
+    draw: st.DrawFn, depth: int = 3, lengths: tuple[int, ...] = LENGTHS, leaves: st.SearchStrategy[Case] | None = None
+) -> tuple[Case, Sizes]:
     """A call and an expression that fits it."""
     asked = draw(sizes(lengths))
-    return draw(cases(asked, depth)), asked
+    return draw(cases(asked, depth, leaves)), asked
 
 
 def literals(depth: int = 3, leaves: st.SearchStrategy[Pattern] | None = None) -> st.SearchStrategy[Pattern]:
@@ -279,7 +284,3 @@ def literals(depth: int = 3, leaves: st.SearchStrategy[Pattern] | None = None) -
             pair.map(lambda t: t[0] - t[1]),
         )
     return patterns
-
-
-def to_numpy(x: Tensor) -> np.ndarray:
-    return x.numpy()

@@ -9,7 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from qkv.backends.base import NEG_INF, Result, pattern_plan
+from qkv.backends.base import NEG_INF, Result, pattern_plan, without_autocast
 from qkv.dispatch import Choice, choose
 from qkv.dropout import draw_seed
 from qkv.errors import DTypeError, InvertedMaskWarning, ShapeError, message
@@ -17,7 +17,7 @@ from qkv.inputs import in_call
 from qkv.patterns.given import mask
 from qkv.patterns.named import causal
 from qkv.patterns.pattern import Pattern
-from qkv.problem import Problem
+from qkv.problem import Problem, Tensors
 from qkv.question import Question, ask
 from qkv.scores import Alibi, Relative
 from qkv.shapes import values_can_be_seen
@@ -108,7 +108,6 @@ def attention(
     >>> attention(query, key, key, scale=1.0)
     tensor([[0.7311, 1.7311]])
     """
-    query, key, value = _autocast(query, key, value)
     with in_call(query, key, value, pattern):
         question = ask(
             query,
@@ -145,7 +144,6 @@ def scaled_dot_product_attention(
     A boolean attn_mask keeps where True, a float one is added; both broadcast to (..., H, L, S). `is_causal` aligns
     top-left, and together with a mask both hold. Batch axes broadcast. Unlike torch's, dropout follows qkv's rule.
     """
-    query, key, value = _autocast(query, key, value)
     with in_call(query, key, value, None):
         _check_heads(query, key, enable_gqa)
         pattern, bias = (causal(align="top_left") if is_causal else None), attn_mask
@@ -173,30 +171,23 @@ def _answer(question: Question, choice: Choice, generator: torch.Generator | Non
     """Draw the seed, run, and give the result the caller's form."""
     problem = question.problem
     seed = draw_seed(generator) if problem.dropout_p else 0
-    with torch.autocast(problem.device.type, enabled=False):
+    with without_autocast(problem.device):
         result = choice.backend.run(problem, question.tensors, seed)
-        _warn_if_all_hidden(problem, question.tensors.query, result)
+        _warn_if_all_hidden(problem, question.tensors, result)
         aux = collect(problem, question.tensors, result)
     return question.restore(result.output), aux
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What torch's own function does under autocast: inputs but float64 take the autocast type."""
-    if not all(isinstance(t, Tensor) and t.is_floating_point() for t in tensors):
-        return tensors
-    kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind)) for t in tensors)
-
-
-def _warn_if_all_hidden(problem: Problem, query: Tensor, result: Result) -> None:
+def _warn_if_all_hidden(problem: Problem, tensors: Tensors, result: Result) -> None:
     """Ask whether the mask is inverted when no query of the call sees a key."""
-    if not problem.queries * problem.keys * problem.batch * problem.heads or not values_can_be_seen(query):
+    pairs = problem.batch * problem.heads * problem.queries * problem.keys
+    if not pairs or not values_can_be_seen(tensors.query):
         return
-    hidden = pattern_plan(problem).pairs == 0
-    if not hidden and problem.bias is not None and not problem.sinks and result.lse.numel():
+    if result.lse.numel() and not problem.sinks:
         hidden = bool((result.lse == NEG_INF).all())
+    else:
+        added = tensors.bias is not None and bool((tensors.bias == NEG_INF).all())
+        hidden = added or pattern_plan(problem).pairs == 0
     if hidden:
         by = f"pattern {problem.pattern}" if problem.bias is None else f"pattern {problem.pattern} and the bias"
         warnings.warn(

@@ -44,7 +44,8 @@ def choose(problem: Problem, name: str) -> Choice:
     Raises UnknownName, and UnsupportedError with every reason when a named backend cannot answer.
     """
     names = [backend.name for backend in BACKENDS]
-    if name == "auto":
+    from_setting = name == "auto" and read(BACKEND) != "auto"
+    if from_setting:
         name = read(BACKEND)
     if name != "auto" and name not in names:
         raise unknown_name("backend", name, ["auto", *names])
@@ -54,9 +55,9 @@ def choose(problem: Problem, name: str) -> Choice:
     elif refusals[name]:
         raise UnsupportedError(
             message(
-                f"`backend` {name!r} must be able to answer the call",
-                "; ".join(refusals[name]),
-                f'use backend="auto", or {_able(refusals)}',
+                f"`{BACKEND.name if from_setting else 'backend'}` {name!r} must be able to answer the call",
+                ", ".join(refusals[name]),
+                f'use "auto", or {_able(refusals)}',
             )
         )
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qkv.errors import UnsupportedError, message
 from qkv.philox import philox
 
 LEVELS = 65536
@@ -29,7 +30,16 @@ def keep_scale(p: float) -> float:
 def draw_seed(generator: torch.Generator | None) -> int:
     """A 64-bit seed from torch's generator, so that `torch.manual_seed` reproduces a run."""
     device = "cpu" if generator is None else generator.device
-    low, high = torch.randint(0, 1 << 32, (2,), generator=generator, device=device, dtype=torch.int64).tolist()
+    words = torch.randint(0, 1 << 32, (2,), generator=generator, device=device, dtype=torch.int64)
+    if torch._C._functorch.is_batchedtensor(words):  # noqa: SLF001 - torch has no public way to ask
+        raise UnsupportedError(
+            message(
+                "dropout under vmap must use one seed for all samples",
+                'got vmap(..., randomness="different")',
+                'say randomness="same", or loop over the samples',
+            )
+        )
+    low, high = words.tolist()
     return low | (high << 32)
 
 
@@ -54,7 +64,7 @@ def _counters(j: Tensor) -> tuple[Tensor, Tensor]:
     """
     group = torch.div(j, GROUP, rounding_mode="floor")
     within = j - GROUP * group
-    if bool((j.diff(dim=-1) == 1).all()):  # an unbroken range: neighbours share their counters
+    if not j.is_meta and bool((j.diff(dim=-1) == 1).all()):  # an unbroken range: neighbours share their counters
         covering = -(-(j.shape[-1] + GROUP - 1) // GROUP)
         first = group[:, :1]
         return first + torch.arange(covering, device=j.device), GROUP * (group - first) + within

@@ -77,6 +77,6 @@ def message(holds: str, seen: str, remedy: str) -> str:
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> UnknownName:
     """An error for a name that does not exist, with the nearest one that does."""
     names = sorted(valid)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4) if isinstance(name, str) else []
     remedy = f"did you mean {near[0]!r}?" if near else "choose one of these"
     return UnknownName(message(f"`{kind}` must be one of {', '.join(names)}", f"got {name!r}", remedy))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,16 +25,14 @@ from qkv.errors import (
     UnsupportedError,
     ValueOutOfRange,
     message,
-    unknown_name,
 )
 from qkv.patterns.named import full
 from qkv.patterns.pattern import Pattern
 from qkv.shapes import Axes, describe, dtype_name, values_can_be_seen
 from qkv.types import AuxRequest, Rows
 
-POSITION_LIMIT = 2**62  # so that a sum of two positions still fits 64 bits
+POSITION_LIMIT = 2**38  # far below the distance that stands for "unbounded"
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-_ALIGNED_BY = {"top_left": "0", "bottom_right": "S - L"}
 _NOTHING = AuxRequest()
 LONGEST_SHOWN = 80  # characters of a pattern in an error
 _OFFSET_HOLDS = "`query_offset` must be an int, or a sequence or integer tensor of one a batch row"
@@ -57,7 +56,7 @@ def as_index(value: object) -> int | None:
     """The integer that a value stands for; None for a bool, a float, a tensor and anything else."""
     if type(value) is int:
         return value
-    if isinstance(value, (bool, Tensor)) or not isinstance(value, SupportsIndex):
+    if isinstance(value, (bool, Tensor, np.ndarray)) or not isinstance(value, SupportsIndex):
         return None
     return value.__index__()
 
@@ -141,7 +140,7 @@ def read_offsets(query_offset: object, align: str | None, axes: Axes) -> tuple[i
     offsets = _read_given_offsets(query_offset, axes.batch)
     if align is not None and any(offset != implied for offset in offsets):
         holds = "`query_offset` and the pattern's align must agree where both are given"
-        seen = f"query_offset={query_offset!r} beside align={align!r}, which says {_ALIGNED_BY[align]} = {implied}"
+        seen = f"query_offset={query_offset!r} beside align={align!r}, which says {implied}"
         raise LayoutError(message(holds, seen, "leave one of them out"))
     return offsets
 
@@ -158,7 +157,7 @@ def _read_given_offsets(query_offset: object, batch: int) -> tuple[int, ...]:
     for offset in found:
         if abs(offset) > POSITION_LIMIT:
             seen = f"got {offset}"
-            raise ValueOutOfRange(message("`query_offset` must lie within ±2^62", seen, "count from nearer by"))
+            raise ValueOutOfRange(message("`query_offset` must lie within ±2^38", seen, "count from nearer by"))
     return tuple(found) if len(set(found)) > 1 else tuple(found[:1]) or (0,)
 
 
@@ -226,7 +225,7 @@ def _read_rows(rows: object, queries: int) -> Rows:
         return rows
     if isinstance(rows, str):
         if rows != "mean":
-            raise unknown_name("weights", rows, ("mean",))
+            raise ValueOutOfRange(message(_ROWS_HOLDS, f"got {rows!r}", "say True for all rows of every head"))
         return "mean"
     if isinstance(rows, slice):
         return _read_slice(rows, queries)

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qkv.backends.base import NEG_INF
 from qkv.errors import DTypeError, ShapeError, message
-
-NEG_INF = float("-inf")
 
 
 class Merged(NamedTuple):
@@ -24,11 +23,12 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> Merged:
     """The attention over all keys from attentions over disjoint parts of them; differentiable in both.
 
     lse = ln sum_p exp(lse_p), output = sum_p exp(lse_p - lse) output_p.
-    outputs: each (B, H, L, V); lses: each (B, H, L), as `AuxRequest(lse=True)` gives them,
-    -inf where a part saw nothing.
+    outputs: each (B, H, L, V), in this order of axes; lses: each (B, H, L), as `AuxRequest(lse=True)` gives them, -inf
+    where a part saw nothing. Without heads, add the axis H = 1 to the outputs, which the lses have.
     A row that no part saw has output 0 and lse -inf. A sink must take part in one part only.
     Source: Milakov, Gimelshein (2018); Dao and others, "Flash-Decoding" (2023).
     """
+    outputs, lses = list(outputs), list(lses)
     _check(outputs, lses)
     stacked = torch.stack(tuple(lses))
     top = stacked.detach().amax(dim=0)
@@ -66,6 +66,6 @@ def _check(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
                 message(
                     f"every part must have output {list(shape)} and lse {list(shape[:-1])}",
                     f"part {part} has {list(output.shape)} and {list(lse.shape)}",
-                    "all parts answer the same queries",
+                    "all parts answer the same queries; an lse has the head axis even where the inputs had none",
                 )
             )

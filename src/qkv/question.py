@@ -5,6 +5,7 @@ Raises only errors of `qkv.errors`; runs nothing and copies nothing but what vie
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -75,6 +76,7 @@ def ask(
     without heads (H = 1), 4-D in the order that `layout` names; axes before these are flattened into B.
     `broadcast` expands batch and head axes of size 1 as torch's own function does; otherwise they must agree.
     """
+    query, key, value = _autocast(query, key, value)
     views, axes = view_inputs(query, key, value, layout, broadcast=broadcast)
     scale = read_scale(scale, axes.head_dim)
     softcap = read_softcap(softcap)
@@ -110,6 +112,16 @@ def ask(
     return Question(problem, tensors, views)
 
 
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What torch's own function does under autocast: inputs but float64 take the autocast type."""
+    if not all(isinstance(t, Tensor) and t.is_floating_point() for t in tensors):
+        return tensors
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind)) for t in tensors)
+
+
 def _read_sinks(sinks: object, axes: Axes, device: torch.device) -> Tensor:
     """One logit a query head."""
     sinks = check_dense("sinks", sinks)
@@ -118,6 +130,8 @@ def _read_sinks(sinks: object, axes: Axes, device: torch.device) -> Tensor:
     if tuple(sinks.shape) != (axes.heads,):
         seen = f"got {list(sinks.shape)} for H = {axes.heads}"
         raise ShapeError(message("`sinks` must be (H,), one logit a query head", seen, "expand one for all heads"))
+    if values_can_be_seen(sinks) and not bool((sinks.detach() < math.inf).all()):
+        raise ValueOutOfRange(message("`sinks` must hold no NaN and no +inf", "got one", "-inf is no sink"))
     return sinks
 
 
@@ -160,6 +174,9 @@ def _read_bias_tensor(bias: Tensor, axes: Axes, views: Views) -> Tensor:
             raise ShapeError(message(_BROADCASTS.format(list(full_shape)), seen, "use 1 or all"))
     if values_can_be_seen(bias):
         _check_bias_values(bias)
+    if bias.dtype == torch.float64 != views.query.dtype:  # a finite number stays one in the type of the scores
+        most = torch.finfo(torch.float32).max
+        bias = torch.where(bias == -math.inf, bias, bias.clamp(-most, most))
     return bias
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qkv.patterns.axis import BEYOND, PADDING, ROW, TILE, Axis, Natural, Order, lay_out
-from qkv.patterns.expr import Extent
+from qkv.patterns.leaf import Extent
 from qkv.patterns.leaves.documents import Documents
 from qkv.patterns.leaves.keys import Keys, PeriodicKeys, Rows, runs_of
 from qkv.patterns.leaves.offsets import Congruent, Offsets

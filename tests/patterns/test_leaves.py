@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import oracles
 from qkv.patterns.axis import TILE, Order, lay_out
-from qkv.patterns.expr import FAR, Extent, Intervals, Leaf
+from qkv.patterns.leaf import FAR, Extent, Intervals, Leaf
 from qkv.patterns.leaves.blocks import BlockBand, BlockRows
-from qkv.patterns.leaves.dense import PlacedMask, PlacedWhere
+from qkv.patterns.leaves.dense import DenseMask, PlacedWhere
 from qkv.patterns.leaves.documents import Documents
 from qkv.patterns.leaves.grid import Neighborhood, OnImage
 from qkv.patterns.leaves.keys import COMPACT_RUNS, Keys, PeriodicKeys, Rows, runs_of
@@ -110,7 +110,7 @@ def placed_mask(draw) -> Example:
     def rule(p):
         return keep[(p.i - extent.query_start) % keep.shape[0], (p.j - extent.key_start) % keep.shape[1]]
 
-    return Example(PlacedMask(keep.numpy(), extent), within(rule, *spans))
+    return Example(DenseMask(keep[None, None].numpy()).bind(0, 0, extent), within(rule, *spans))
 
 
 def placed_where(draw) -> Example:

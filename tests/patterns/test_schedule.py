@@ -17,10 +17,11 @@ import oracles
 import qkv
 from qkv.patterns import parts, schedule
 from qkv.patterns.axis import BEYOND, PADDING, ROW, Order
-from qkv.patterns.expr import Expr, Extent, specialise
+from qkv.patterns.expr import specialise
+from qkv.patterns.leaf import Expr, Extent
 from qkv.patterns.leaves.offsets import Offsets
 from qkv.patterns.schedule import Compiled, Part, compile_expr
-from strategies import FUNCTIONS, Case, Sizes, noise, questions, truth, within
+from strategies import FIXED, FUNCTIONS, Case, Sizes, noise, questions, truth, within
 
 TILE = 64
 BITS = np.arange(TILE, dtype=np.uint64)
@@ -72,20 +73,24 @@ def check(compiled: Compiled, want: np.ndarray, start: tuple[int, int]) -> None:
     assert compiled.pairs == want.sum()
 
 
-def check_plan(case: Case, sizes: Sizes) -> None:
-    want = truth(case, sizes).numpy()
+def check_plan(case: Case, sizes: Sizes, key_start: int = 0) -> int:
+    """Every batch row and head of a call; the greatest number of parts."""
+    want = truth(case, sizes, key_start).numpy()
     plan = case.pattern.plan(
-        sizes.queries, sizes.keys, batch=sizes.batch, heads=sizes.heads, query_offset=sizes.offsets
+        sizes.queries,
+        sizes.keys,
+        batch=sizes.batch,
+        heads=sizes.heads,
+        query_offset=sizes.offsets,
+        key_offset=key_start,
     )
     for b in range(sizes.batch):
         for h in range(sizes.heads):
             member = plan.members[plan.index[b % plan.index.shape[0], h % plan.index.shape[1]]]
-            check(member, want[b, h], (sizes.offsets[b % len(sizes.offsets)], 0))
+            check(member, want[b, h], (sizes.offsets[b % len(sizes.offsets)], key_start))
     assert plan.pairs == want.sum()
-    dense = case.pattern.to_dense(
-        sizes.queries, sizes.keys, batch=sizes.batch, heads=sizes.heads, query_offset=sizes.offsets
-    )
-    np.testing.assert_array_equal(np.broadcast_to(dense.numpy(), want.shape), want)
+    assert plan.parts == max((len(member.parts) for member in plan.members), default=0)
+    return plan.parts
 
 
 @contextmanager
@@ -101,9 +106,12 @@ def own_choice(**values: object) -> Iterator[None]:
 
 
 @given(questions())
-def test_tiles_of_all_parts_are_the_rule(question):
+def test_tiles_of_all_parts_and_the_dense_picture_are_the_rule(question):
+    case, (batch, heads, queries, keys, offsets) = question
     with own_choice(NOMINAL=512, MAX_DEPTH=2):  # a cheap choice; test_any_choice_of_parts_is_the_rule goes deeper
         check_plan(*question)
+    dense = case.pattern.to_dense(queries, keys, batch=batch, heads=heads, query_offset=offsets)
+    assert torch.equal(dense.expand(batch, heads, queries, keys), truth(*question))
 
 
 def drawn_costs(seed: int) -> Callable[[Expr, Order], int]:
@@ -117,18 +125,20 @@ def drawn_costs(seed: int) -> Callable[[Expr, Order], int]:
     return cost
 
 
+ANYWHERE = st.one_of(*(leaf for name, leaf in FIXED.items() if name != "prefix"))  # a prefix begins at key 0
+
+
+@given(questions(2, leaves=ANYWHERE), st.sampled_from([1, 7, 64, 100, -5, -64]))
+def test_keys_may_start_anywhere(question, key_start):
+    """A rolling cache or a shard holds keys from some position on; left padding begins before 0."""
+    with own_choice(NOMINAL=512, MAX_DEPTH=2):
+        check_plan(*question, key_start)
+
+
 def check_forced(case: Case, sizes: Sizes, seed: int) -> int:
-    """Compile past the cache with drawn costs; the greatest number of parts that came of it."""
-    want, most = truth(case, sizes).numpy(), 0
-    expr = case.pattern.expr
-    for b in range(sizes.batch):
-        extent = Extent(sizes.queries, sizes.keys, sizes.offsets[b % len(sizes.offsets)])
-        for h in range(sizes.heads):
-            with own_choice(_cost=drawn_costs(seed)):
-                compiled = compile_expr(specialise(expr, b, h, extent), extent)
-            check(compiled, want[b, h], (extent.query_start, 0))
-            most = max(most, len(compiled.parts))
-    return most
+    """Compile with drawn costs; the greatest number of parts that came of it."""
+    with own_choice(_cost=drawn_costs(seed)):
+        return check_plan(case, sizes)
 
 
 @given(questions(), st.integers(0, 99))
@@ -371,6 +381,24 @@ def test_a_million_tokens_look_at_a_handful_of_tiles(monkeypatch):
     assert len(asked) == len(set(asked)) == 2  # each leaf once
     assert max(pairs) <= 4 * TILE * TILE
     assert peak < 100_000_000
+
+
+@pytest.mark.parametrize(
+    "text, length, tiles",
+    [
+        ("full()", 100, 0),
+        ("prefix(64)", 130, 0),
+        ("block_local(64)", 130, 0),
+        ("random_blocks(2, 64, 0)", 130, 0),
+        ("causal()", 130, 3),
+        ("window(64)", 256, 7),
+        ("axial((100, 100), 'height')", 10_000, 300),  # of the four tiles of each class, those with padding
+    ],
+)
+def test_only_tiles_in_doubt_are_looked_at(text, length, tiles):
+    """The last tile, short as it is, is full without a look where the interval reaches the end."""
+    members = qkv.parse(text).plan(length).members
+    assert sum(part.schedule.uncertain for part in members[0].parts) == tiles
 
 
 def test_decoding_a_million_keys_takes_what_it_sees():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -109,6 +110,13 @@ def rule_bias(problem: Problem, bias: Tensor, i: Tensor, j: Tensor) -> Tensor:
     radius = bias.shape[1] // 2
     entry = (distance.clamp(-radius, radius) + radius).squeeze(1)  # (B or 1, l, s)
     return bias[:, entry].transpose(0, 1)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which operations keep the types they are given, whatever surrounds the call."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def all_finite(*tensors: Tensor | None) -> bool:

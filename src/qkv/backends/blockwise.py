@@ -11,13 +11,14 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from qkv.backends.base import Cost, Result, all_finite, pattern_plan
+from qkv.backends.base import Cost, Result, all_finite, pattern_plan, without_autocast
 from qkv.backends.blockwise_backward import Gradients, backward
 from qkv.backends.blockwise_forward import Outcome, forward
 from qkv.backends.walk import WORKSPACE
 from qkv.patterns.axis import TILE
 from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
+from qkv.shapes import values_can_be_seen
 
 
 class Blockwise:
@@ -47,7 +48,7 @@ class Blockwise:
 
     def run(self, problem: Problem, tensors: Tensors, seed: int) -> Result:
         plan = pattern_plan(problem)
-        if _transformed(tensors):  # numbers cannot be looked at
+        if _transformed(tensors) or not values_can_be_seen(tensors.query):
             outcome = forward(problem, tensors, plan, seed, careful=True)
         elif problem.needs_grad:
             outcome = Outcome(*_Attention.apply(problem, plan, seed, *tensors))  # type: ignore[no-untyped-call]
@@ -76,7 +77,7 @@ def _answer(problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int) ->
     infinite the output shows it, for 0 · NaN is NaN. Then everything is done again with care.
     """
     outcome = forward(problem, tensors, plan, seed, careful=False)
-    if all_finite(outcome.output):
+    if all_finite(outcome.output, outcome.total):
         return outcome, False
     return forward(problem, tensors, plan, seed, careful=True), True
 
@@ -97,14 +98,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor, *_: Tensor) -> Any:
         problem, plan, seed, careful = ctx.question
-        tensors, outcome = Tensors(*ctx.saved_tensors[:5]), Outcome(*ctx.saved_tensors[5:])
-        if torch.is_grad_enabled():
-            wanted = ctx.needs_input_grad[3:]
-            gradients = _differentiable(problem, tensors, plan, seed, wanted, (grad_output, grad_lse), careful=careful)
-        else:
-            gradients = backward(problem, tensors, plan, seed, outcome, grad_output, grad_lse, careful=careful)
-            if not careful and not all_finite(*gradients):
-                gradients = backward(problem, tensors, plan, seed, outcome, grad_output, grad_lse, careful=True)
+        saved = ctx.saved_tensors  # read once: recomputing checkpoints allow no more
+        tensors, outcome = Tensors(*saved[:5]), Outcome(*saved[5:])
+        with without_autocast(problem.device):
+            if torch.is_grad_enabled():
+                wanted = ctx.needs_input_grad[3:]
+                gradients = _differentiable(problem, tensors, plan, seed, wanted, (grad_output, grad_lse))
+            else:
+                gradients = backward(problem, tensors, plan, seed, outcome, grad_output, grad_lse, careful=careful)
+                if not careful and not all_finite(*gradients):
+                    gradients = backward(problem, tensors, plan, seed, outcome, grad_output, grad_lse, careful=True)
         return None, None, None, *gradients
 
 
@@ -115,12 +118,13 @@ def _differentiable(
     seed: int,
     wanted: tuple[bool, ...],
     grads: tuple[Tensor, Tensor],
-    *,
-    careful: bool,
 ) -> Gradients:
     """Gradients as functions that can be differentiated again: autograd through the plain forward pass."""
-    outcome = forward(problem, tensors, plan, seed, careful=careful)
+    outcome = forward(problem, tensors, plan, seed, careful=True)
     inputs = [tensor for tensor, needed in zip(tensors, wanted, strict=True) if needed and tensor is not None]
-    outputs = (outcome.output, outcome.lse)
-    found = iter(torch.autograd.grad(outputs, inputs, grads, create_graph=True, allow_unused=True))
+    linked = [pair for pair in zip(outcome[:2], grads, strict=True) if pair[0].requires_grad]
+    if not linked:  # nothing is seen
+        return Gradients(*(None if t is None else torch.zeros_like(t) for t in tensors))
+    outputs, grad_outputs = zip(*linked, strict=True)
+    found = iter(torch.autograd.grad(outputs, inputs, grad_outputs, create_graph=True, allow_unused=True))
     return Gradients(*(next(found) if needed else None for needed in wanted))

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.backends.base import NEG_INF, Rows, careful_product, finite_part
+from qkv.backends.base import NEG_INF, Rows, careful_product, finite_part, take
 from qkv.backends.blockwise_forward import Outcome, exp_below
-from qkv.backends.scene import Scene, Scores, cut
+from qkv.backends.scene import Scene, Scores
 from qkv.backends.walk import Group, Step, rectangles
 from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
@@ -170,7 +170,7 @@ def _add_bias(scene: Scene, rows: slice, step: Step, grad: Tensor, total: Tensor
     """Add a step's gradient to the bias's: summed over the axes that broadcast, or by the rule's own derivative."""
     block = scene.block
     if scene.problem.bias == "tensor":
-        target = cut(cut(total, 0, block.batch), 1, block.heads)
+        target = take(take(total, 0, block.batch), 1, block.heads)
         _add_tile(target, scene.call_rows(rows), scene.call_keys(step), grad)
         return
     distance = scene.key_positions[step.keys] - scene.query_positions[rows, None]

@@ -8,7 +8,7 @@ Source: Milakov, Gimelshein, "Online normalizer calculation for softmax" (2018);
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -101,18 +101,39 @@ def _attend(scene: Scene, state: State | None, unseen: State) -> State:
     def kept(rows: slice) -> State:
         return _repeated(unseen, rows.stop - rows.start) if before is None else before.rows(rows)
 
-    pieces, reached = [], 0
-    for group in scene.walk.groups():
-        if group.rows.start > reached:
-            pieces.append(kept(slice(reached, group.rows.start)))
-        pieces.append(_group(scene, group, None if before is None else before.rows(group.rows)))
-        reached = group.rows.stop
-    if reached < count:
-        pieces.append(kept(slice(reached, count)))
-    after = _join(pieces, 2)
+    def pieces() -> Iterator[tuple[slice, State]]:
+        reached = 0
+        for group in scene.walk.groups():
+            if group.rows.start > reached:
+                yield slice(reached, group.rows.start), kept(slice(reached, group.rows.start))
+            yield group.rows, _group(scene, group, None if before is None else before.rows(group.rows))
+            reached = group.rows.stop
+        if reached < count:
+            yield slice(reached, count), kept(slice(reached, count))
+
+    after = _joined(pieces()) if scene.careful else _written(pieces(), count)
     if order is None:
         return after
     return _put_back(scene, order, _repeated(unseen, scene.problem.queries) if state is None else state, after)
+
+
+def _joined(pieces: Iterable[tuple[slice, State]]) -> State:
+    """States of neighbouring ranges of rows as one, in operations that can be differentiated."""
+    return _join([state for _, state in pieces], 2)
+
+
+def _written(pieces: Iterable[tuple[slice, State]], count: int) -> State:
+    """The same, written into place one by one, so that no piece outlives its turn."""
+    whole: State | None = None
+    for rows, state in pieces:
+        if state.top.shape[2] == count:
+            return state
+        if whole is None:
+            whole = State(*(part.new_empty((*part.shape[:2], count, *part.shape[3:])) for part in state))
+        for target, part in zip(whole, state, strict=True):
+            target[:, :, rows] = part
+    assert whole is not None, "a part has rows"
+    return whole
 
 
 def _repeated(unseen: State, rows: int) -> State:
@@ -176,9 +197,10 @@ def _finish(problem: Problem, state: State, sinks: Tensor | None) -> Outcome:
     if sinks is not None:
         sink = sinks.to(state.top.dtype)[:, None]
         top = torch.maximum(state.top, sink.detach())
-        decay = torch.exp(state.top - top)
+        shift = torch.where(top == NEG_INF, 0.0, top)
+        decay = torch.exp(state.top - shift)
         keys = keys * decay
-        state = State(top, keys + torch.exp(sink - top), state.output * decay[..., None])
+        state = State(top, keys + torch.exp(sink - shift), state.output * decay[..., None])
     shift = torch.where(state.top == NEG_INF, 0.0, state.top)
     empty = state.total == 0
     total = torch.where(empty, 1.0, state.total)

@@ -31,13 +31,13 @@ def dense_scores(problem: Problem, tensors: Tensors, rows: Sequence[int] | None 
     wide = problem.compute_dtype
     query = tensors.query[:, :, picked].to(wide).contiguous()
     key = repeat_heads(tensors.key.to(wide).contiguous(), problem.heads)
-    scores = careful_scores(query * problem.scale, key)
-    if problem.softcap is not None:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
-    seen = visible(problem, rows)
-    if tensors.bias is not None:
-        bias = _bias_rows(problem, tensors.bias, picked).to(wide)
+    scores, seen = careful_scores(query * problem.scale, key), visible(problem, rows)
+    bias = None if tensors.bias is None else _bias_rows(problem, tensors.bias, picked).to(wide)
+    if bias is not None:
         seen = seen & (bias != NEG_INF)
+    if problem.softcap is not None:  # hidden scores are no longer needed, and the slope of tanh at NaN would be NaN
+        scores = problem.softcap * torch.tanh(torch.where(seen, scores, 0.0) / problem.softcap)
+    if bias is not None:
         scores = scores + bias
     return torch.where(seen, scores, NEG_INF), seen
 

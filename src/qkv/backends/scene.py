@@ -26,11 +26,6 @@ class Scores(NamedTuple):
     capped: Tensor | None  # after softcap, before the bias; only with a softcap
 
 
-def cut(tensor: Tensor, axis: int, rows: slice) -> Tensor:
-    """A range along an axis; an axis of size 1 that broadcasts stays."""
-    return tensor if tensor.shape[axis] == 1 else tensor.narrow(axis, rows.start, rows.stop - rows.start)
-
-
 def slot_rows(axis: Axis, device: torch.device) -> Tensor | None:
     """The call's row of each slot, padding as row 0; None in natural order."""
     if not isinstance(axis, Ordered):
@@ -60,11 +55,11 @@ class Scene:
         share = problem.heads // max(problem.kv_heads, 1)
         kv_heads = slice(block.heads.start // share, -(-block.heads.stop // share))
         query_rows, key_rows = (slot_rows(axis, problem.device) for axis in (part.queries, part.keys))
-        query = in_order(tensors.query[block.batch, block.heads], query_rows)
-        key, value = (in_order(t[block.batch, kv_heads], key_rows) for t in (tensors.key, tensors.value))
+        query = take_slots(tensors.query[block.batch, block.heads], query_rows)
+        key, value = (take_slots(t[block.batch, kv_heads], key_rows) for t in (tensors.key, tensors.value))
         bias = tensors.bias
         if bias is not None and problem.bias == "tensor":
-            bias = cut(cut(bias, 0, block.batch), 1, block.heads)
+            bias = take(take(bias, 0, block.batch), 1, block.heads)
         elif bias is not None:
             bias = bias[block.heads]
         return cls(problem, block, part, query, key, value, bias, query_rows, key_rows, seed, careful)
@@ -114,18 +109,26 @@ class Scene:
         """softcap and bias over query · keyᵀ, hidden where the step or the bias says so."""
         shared = self.share(query)
         raw = careful_scores(shared, key) if self.careful else shared @ key.transpose(-1, -2)
-        values, capped, bias = self.unshare(raw, query.shape[2]), None, None
+        values, capped = self.unshare(raw, query.shape[2]), None
+        bias = None if self.bias is None else self.bias_of(rows, step).to(values.dtype)
+        seen = self._seen(step, bias) if self.careful else None
         if self.problem.softcap is not None:
+            values = values if seen is None else torch.where(seen, values, 0.0)  # tanh' of a hidden NaN is NaN
             values = capped = self.problem.softcap * torch.tanh(values / self.problem.softcap)
-        if self.bias is not None:
-            bias = self.bias_of(rows, step).to(values.dtype)
-            values = values + bias
-        if not self.careful:
-            return Scores(values if step.mask is None else torch.minimum(values, step.mask.limit), None, capped)
-        seen = None if step.mask is None else step.mask.seen
         if bias is not None:
-            seen = bias != NEG_INF if seen is None else seen & (bias != NEG_INF)
-        return Scores(values if seen is None else torch.where(seen, values, NEG_INF), seen, capped)
+            values = values + bias
+        if seen is not None:
+            values = torch.where(seen, values, NEG_INF)
+        elif step.mask is not None:
+            values = torch.minimum(values, step.mask.limit)
+        return Scores(values, seen, capped)
+
+    def _seen(self, step: Step, bias: Tensor | None) -> Tensor | None:
+        """Which pairs of a step are seen, by the pattern and by the bias; None: all."""
+        seen = None if step.mask is None else step.mask.seen
+        if bias is None:
+            return seen
+        return bias != NEG_INF if seen is None else seen & (bias != NEG_INF)
 
     def bias_of(self, rows: slice, step: Step) -> Tensor:
         """The bias of a step, broadcasting to (b, h, l, s)."""
@@ -155,17 +158,14 @@ class Scene:
         return keep.to(self.problem.compute_dtype) * keep_scale(self.problem.dropout_p)
 
 
-def in_order(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    """A tensor (b, heads, rows, width) in the order of a part's slots."""
-    return tensor if rows is None else tensor.index_select(2, rows)
-
-
 def packed(tensor: Tensor) -> Tensor:
     """The same numbers with rows one after the other, so that bits do not depend on the caller's strides."""
     in_rows = tensor.stride(-1) == 1 and tensor.stride(-2) == tensor.shape[-1]
     return tensor if in_rows else tensor.contiguous()
 
 
-def take_slots(tensor: Tensor, slots: Rows) -> Tensor:
-    """Some slots of (b, heads, slots, width): a view of a range, a copy of scattered ones."""
+def take_slots(tensor: Tensor, slots: Rows | None) -> Tensor:
+    """Some slots of (b, heads, slots, width), None for all: a view of a range, a copy of scattered ones."""
+    if slots is None:
+        return tensor
     return tensor[:, :, slots] if isinstance(slots, slice) else tensor.index_select(2, slots)

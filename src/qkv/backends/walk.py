@@ -67,22 +67,20 @@ def rectangles(plan: PatternPlan, kv_share: int) -> list[list[Block]]:
 
     One list a run of batch rows; in it the rectangles from the first head to the last. `kv_share` is H / G.
     """
-    index = plan.index
     result = []
-    for b0, b1 in _runs(index, plan.batch, lambda a, b: bool((index[a] == index[b]).all())):
-        row = index[b0 if index.shape[0] > 1 else 0]
-        cuts = _runs(row[:, None], plan.heads, lambda a, b, row=row: bool(row[a] == row[b]))
-        pieces = [piece for cut in cuts for piece in _whole_groups(*cut, kv_share)]
-        result.append([Block(slice(b0, b1), slice(a, b), int(row[a if len(row) > 1 else 0])) for a, b in pieces])
+    for b0, b1 in _runs(plan.index, plan.batch):
+        row = plan.index[min(b0, len(plan.index) - 1)]
+        pieces = [piece for cut in _runs(row[:, None], plan.heads) for piece in _whole_groups(*cut, kv_share)]
+        result.append([Block(slice(b0, b1), slice(a, b), int(row[min(a, len(row) - 1)])) for a, b in pieces])
     return result
 
 
-def _runs(values: np.ndarray, count: int, same: object) -> list[tuple[int, int]]:
-    """Maximal ranges of equal neighbours; one range when the values do not vary along this axis."""
-    if values.shape[0] <= 1:
-        return [(0, count)] if count else []
-    starts = [0] + [k for k in range(1, count) if not same(k - 1, k)]  # type: ignore[operator]
-    return list(zip(starts, [*starts[1:], count], strict=True))
+def _runs(rows: np.ndarray, count: int) -> list[tuple[int, int]]:
+    """Maximal ranges of equal neighbours among `count` rows; one range where a single row stands for all."""
+    if not count:
+        return []
+    changes = 1 + np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1))
+    return list(pairwise([0, *changes.tolist(), count]))
 
 
 def _whole_groups(start: int, stop: int, share: int) -> list[tuple[int, int]]:

@@ -50,7 +50,7 @@ def integers(name: str, values: object, ndim: tuple[int, ...]) -> np.ndarray:
             )
         array = values.detach().cpu().numpy()
     elif isinstance(values, Sequence | np.ndarray) and not isinstance(values, str):
-        array = np.asarray(values) if len(values) else np.zeros(0, dtype=np.int64)
+        array = _array(name, values)
         if array.dtype.kind not in "iu":
             raise DTypeError(message(f"`{name}` must hold integers", f"got {values!r}", "list token numbers"))
     else:
@@ -76,6 +76,15 @@ def integers(name: str, values: object, ndim: tuple[int, ...]) -> np.ndarray:
             )
         )
     return array
+
+
+def _array(name: str, values: Sequence[object] | np.ndarray) -> np.ndarray:
+    try:
+        return np.asarray(values) if len(values) else np.zeros(0, dtype=np.int64)
+    except ValueError:
+        raise ShapeError(
+            message(f"`{name}` must have rows of one length", f"got {values!r}", "pad them, or give one row")
+        ) from None
 
 
 def booleans(name: str, keep: object, ndim: tuple[int, ...], axes: str) -> np.ndarray:

@@ -7,6 +7,7 @@ classes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
@@ -65,7 +66,7 @@ class Order:
         return any(owned is not None and leaf.key == owned.key for owned in (self.documents, self.keys, self.rows))
 
 
-class Axis:
+class Axis(ABC):
     """The slots of one side of a part."""
 
     start: int  # position of row 0 of the call
@@ -76,20 +77,25 @@ class Axis:
     def blocks(self) -> int:
         return -(-self.count // TILE)
 
+    @abstractmethod
     def segments(self) -> Segments:
-        raise AssertionError("every axis cuts its blocks into segments")
+        """The blocks cut into pieces of one class."""
 
+    @abstractmethod
     def slots(self, group: np.ndarray, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Ranges of positions, each within a class, as ranges of slots."""
-        raise AssertionError("every axis finds positions")
 
+    @abstractmethod
     def positions(self, blocks: np.ndarray) -> np.ndarray:
         """The positions of some blocks' slots, (n, 64); beyond the axis, or in padding, any position."""
-        raise AssertionError("every axis knows its positions")
 
+    @abstractmethod
     def kinds(self) -> np.ndarray:
         """What each slot of each block is, int8 (blocks, 64): BEYOND the axis, PADDING or a ROW."""
-        raise AssertionError("every axis knows its padding")
+
+    def bare(self) -> Axis:
+        """The same axis without what compiling it left behind."""
+        return self
 
     def row_counts(self) -> np.ndarray:
         """How many rows of the call each block holds."""
@@ -138,6 +144,9 @@ class Ordered(Axis):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         return self.index.nbytes + self.group.nbytes
+
+    def bare(self) -> Axis:
+        return Ordered(self.start, self.index, self.group)
 
     def segments(self) -> Segments:
         slot = np.flatnonzero(self.index >= 0)

@@ -24,17 +24,17 @@ TABLE_LIMIT = 1 << 14  # entries; beyond it trees are compared as they are writt
 
 def canonical(expr: Expr) -> Hashable:
     """A hashable form: equal forms hold the same pairs whatever the lengths, offsets, batch rows and heads."""
-    heads = _head_count(expr)
-    if heads is None:
+    heads = head_counts(expr)
+    if not heads:
         return _table(expr)
-    forms = tuple(_table(rebuild(expr, lambda leaf: leaf, head)) for head in range(heads))
+    forms = tuple(_table(rebuild(expr, lambda leaf: leaf, head)) for head in range(min(heads)))
     return ("per_head", *forms)
 
 
-def _head_count(expr: Expr) -> int | None:
-    if isinstance(expr, PerHead):
-        return len(expr.members)
-    return next((count for child in expr.children if (count := _head_count(child)) is not None), None)
+def head_counts(expr: Expr) -> set[int]:
+    """How many heads the per_head nodes of an expression list: one number, unless they do not go together."""
+    own = {len(expr.members)} if isinstance(expr, PerHead) else set()
+    return own.union(*(head_counts(child) for child in expr.children))
 
 
 def _table(expr: Expr) -> Hashable:

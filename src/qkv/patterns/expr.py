@@ -113,7 +113,7 @@ def neg(a: Expr) -> Expr:
 
 
 def rebuild(expr: Expr, replace: Callable[[Leaf], Expr], head: int | None = None) -> Expr:
-    """The tree with every leaf replaced, simplified on the way up; `head` picks the member of each per_head."""
+    """The tree with every leaf replaced, simplified; `head` picks a member of each per_head, None keeps all."""
     if isinstance(expr, Leaf):
         return replace(expr)
     if isinstance(expr, Not):
@@ -123,7 +123,8 @@ def rebuild(expr: Expr, replace: Callable[[Leaf], Expr], head: int | None = None
     if isinstance(expr, Or):
         return disj(rebuild(expr.left, replace, head), rebuild(expr.right, replace, head))
     if isinstance(expr, PerHead):
-        assert head is not None, "per_head must be specialised for a head before it is compiled"
+        if head is None:
+            return PerHead(tuple(rebuild(member, replace) for member in expr.members))
         return rebuild(expr.members[head], replace, head)
     return expr
 

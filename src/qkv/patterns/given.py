@@ -88,8 +88,8 @@ def blocks(keep: Tensor, block_size: int) -> Pattern:
 def where(fn: Predicate) -> Pattern:
     """fn(b, h, i, j) -> bool on int64 index tensors that broadcast to (B, H, L, S); asked tile by tile, every tile.
 
-    i and j are absolute positions. The answer must depend on b and h through broadcasting alone. Two patterns are equal
-    when their functions are the same object.
+    i and j are absolute positions. The function must be pure, for its answers are remembered, and depend on b and h
+    through broadcasting alone. Two patterns are equal when their functions are the same object.
     """
     if not callable(fn):
         raise DTypeError(message("`where` must be given a function", f"got {fn!r}", "where(lambda b, h, i, j: j <= i)"))

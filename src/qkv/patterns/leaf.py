@@ -127,10 +127,12 @@ class Leaf(Expr):
     """One question about a pair of absolute positions (i, j).
 
     `spread`: touches nearly all tiles in natural order, and owns an order in which it does not.
+    `light`: holds no data to speak of, so that results about it may be remembered freely.
     `batch`, `heads`: the sizes of the axes that the answer depends on, or None.
     """
 
     spread: ClassVar[bool] = False
+    light: ClassVar[bool] = True
 
     def leaves(self) -> Iterator[Leaf]:
         yield self
@@ -164,3 +166,10 @@ class Leaf(Expr):
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         """Numbers of each tile such that tiles with equal numbers have equal bits. Default: the tile itself."""
         return tiles.row, tiles.col
+
+
+class Unbound(Leaf):
+    """A leaf that depends on the batch row, the head or the extent: `bind` gives the one that can be asked."""
+
+    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        raise AssertionError("bind to a batch row, a head and an extent first")

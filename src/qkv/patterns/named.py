@@ -195,7 +195,7 @@ def bigbird(
 
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
     """One pattern for each query head, H in all."""
-    members = list(patterns)
+    members = list(patterns) if isinstance(patterns, Sequence) else []
     if not members or not all(isinstance(member, Pattern) for member in members):
         raise ShapeError(
             message("`per_head` must list at least one pattern, nothing else", f"got {patterns!r}", "list one a head")
@@ -213,7 +213,7 @@ def _first_keys(n: int) -> Expr:
 
 
 def _global(tokens: int | Sequence[int] | Tensor) -> tuple[Expr, str]:
-    if isinstance(tokens, int):
+    if isinstance(tokens, int | np.integer):
         n = whole("tokens", tokens, 0)
         runs, text = np.array([[0, n]], dtype=np.int64)[: int(n > 0)], str(n)
     else:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from qkv.patterns import line
 from qkv.patterns.axis import Order, lay_out
-from qkv.patterns.expr import ALL, NONE, conj, disj, neg, polarity, substitute
+from qkv.patterns.expr import NONE, conj, disj, neg, polarity, substitute
 from qkv.patterns.leaf import Expr, Extent, Leaf
 from qkv.patterns.tiles import bound
 
@@ -38,7 +38,9 @@ class Choice(NamedTuple):
 
 def split(expr: Expr) -> tuple[Piece, ...]:
     """The cheapest disjoint cover of the expression by pieces."""
-    return _split(_Hashed(expr))
+    if all(leaf.light for leaf in expr.leaves()):
+        return _split(_Hashed(expr))
+    return _choose(expr, Order(), frozenset(), MAX_DEPTH).pieces
 
 
 class _Hashed:
@@ -56,6 +58,7 @@ class _Hashed:
 
 @lru_cache(maxsize=1024)
 def _split(hashed: _Hashed) -> tuple[Piece, ...]:
+    """The choice for an expression of rules alone; one that holds a mask or a function would be kept alive with it."""
     return _choose(hashed.expr, Order(), frozenset(), MAX_DEPTH).pieces
 
 
@@ -97,5 +100,5 @@ def _spread_leaves(expr: Expr, masked: frozenset[tuple[object, ...]]) -> list[Le
 def _cost(expr: Expr, order: Order) -> int:
     """Tiles touched and row blocks walked at the nominal length."""
     queries, keys = lay_out(order, Extent(NOMINAL, NOMINAL))
-    maybe = bound(ALL if expr is ALL else expr, queries, keys).maybe
+    maybe = bound(expr, queries, keys).maybe
     return line.size(maybe) + ROW_BLOCK_COST * queries.blocks

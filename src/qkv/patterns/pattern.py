@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from qkv.errors import DTypeError, MaskError, ShapeError, ValueOutOfRange, message
-from qkv.patterns.canonical import canonical
-from qkv.patterns.expr import PerHead, axis_sizes, conj, disj, evaluate, neg, rebuild, specialise
+from qkv.patterns.canonical import canonical, head_counts
+from qkv.patterns.expr import axis_sizes, conj, disj, evaluate, neg, rebuild, specialise
 from qkv.patterns.leaf import Expr, Extent, Leaf, Sizes
 from qkv.patterns.leaves.dense import Where
 from qkv.patterns.picture import picture
@@ -105,11 +105,11 @@ class Pattern:
         """Compile to block schedules, in time and memory proportional to the blocks kept."""
         S = L if S is None else S
         _check_lengths(L, S)
-        starts = _each(self.offset(L, S) if query_offset is None else query_offset)
+        starts = _each(self.offset(L, S) if query_offset is None else query_offset, batch)
         self.check(batch=batch, heads=heads, queries=L, keys=S, offsets=starts)
         expr = _probed(self.expr, Sizes(batch, heads, L, S, starts))
         return plan_pattern(
-            expr, batch=batch, heads=heads, queries=L, keys=S, query_starts=starts, key_starts=_each(key_offset)
+            expr, batch=batch, heads=heads, queries=L, keys=S, query_starts=starts, key_starts=_each(key_offset, batch)
         )
 
     def allowed(self, i: np.ndarray, j: np.ndarray, *, batch: int, heads: int, extents: Sequence[Extent]) -> np.ndarray:
@@ -143,7 +143,7 @@ class Pattern:
         """
         S = L if S is None else S
         _check_lengths(L, S)
-        starts = _each(self.offset(L, S) if query_offset is None else query_offset)
+        starts = _each(self.offset(L, S) if query_offset is None else query_offset, batch)
         self.check(batch=batch, heads=heads, queries=L, keys=S, offsets=starts)
         i = np.array(starts, dtype=np.int64)[:, None] + np.arange(L)
         extents = [Extent(L, S, start) for start in starts]
@@ -171,7 +171,7 @@ class Pattern:
 
     def show(self, L: int, S: int | None = None) -> str:
         """A picture in text: one character a pair up to 64 wide, a share of a tile beyond; head and batch row 0."""
-        dense = self.to_dense(L, S, heads=_head_count(self.expr), batch=_batch_count(self.expr))
+        dense = self.to_dense(L, S, heads=_most_heads(self.expr), batch=_batch_count(self.expr))
         return picture(dense.reshape(-1, *dense.shape[-2:])[0].numpy())
 
 
@@ -184,6 +184,10 @@ def _join(a: Pattern, b: object, operator: str, combine: Callable[[Expr, Expr], 
                 "wrap a boolean tensor as mask(keep=...)",
             )
         )
+    if len(counts := head_counts(a.expr) | head_counts(b.expr)) > 1:
+        seen = f"they list {' and '.join(map(str, sorted(counts)))}"
+        holds = "all `per_head` in a pattern must list the same heads"
+        raise ShapeError(message(holds, seen, "list one pattern a head"))
     text = f"{a.operand_text(operator)} {operator} {b.operand_text()}"
     return Pattern(combine(a.expr, b.expr), text, common_align(a, b), operator)
 
@@ -215,8 +219,13 @@ def _fill(out: np.ndarray, expr: Expr, i: np.ndarray, j: np.ndarray) -> None:
         out[start : start + rows] = evaluate(expr, value, everything)
 
 
-def _each(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
+def _each(value: int | Sequence[int], batch: int) -> tuple[int, ...]:
+    """One offset for all batch rows, or one for each."""
+    offsets = (int(value),) if isinstance(value, int | np.integer) else tuple(map(int, value))
+    if len(offsets) not in (1, batch):
+        holds = f"an offset must be one int, or one for each of the B={batch} batch rows"
+        raise ShapeError(message(holds, f"got {len(offsets)}", "list one a batch row"))
+    return offsets
 
 
 def _check_lengths(L: int, S: int) -> None:
@@ -228,38 +237,25 @@ def _check_lengths(L: int, S: int) -> None:
 
 
 def _check_heads(expr: Expr, heads: int) -> None:
-    if isinstance(expr, PerHead) and len(expr.members) != heads:
+    for listed in head_counts(expr) - {heads}:
         raise ShapeError(
             message(
                 f"`per_head` must list one pattern for each of the H={heads} query heads",
-                f"it lists {len(expr.members)}",
+                f"it lists {listed}",
                 "repeat patterns where several heads share one",
             )
         )
-    for child in expr.children:
-        _check_heads(child, heads)
 
 
 def _probed(expr: Expr, sizes: Sizes) -> Expr:
     """The expression with every user function asked which of b and h its answer depends on."""
     if not any(isinstance(leaf, Where) for leaf in expr.leaves()):
         return expr
-    return _replace(expr, sizes)
-
-
-def _replace(expr: Expr, sizes: Sizes) -> Expr:
-    if isinstance(expr, PerHead):
-        return PerHead(tuple(_replace(member, sizes) for member in expr.members))
-    if expr.children and any(isinstance(child, PerHead) for child in expr.children):
-        parts = [_replace(child, sizes) for child in expr.children]
-        return type(expr)(*parts)
     return rebuild(expr, lambda leaf: leaf.probe(sizes) if isinstance(leaf, Where) else leaf)
 
 
-def _head_count(expr: Expr) -> int:
-    own = len(expr.members) if isinstance(expr, PerHead) else 1
-    leaves = [leaf.heads or 1 for leaf in expr.leaves()]
-    return max([own, *leaves, *(_head_count(child) for child in expr.children)])
+def _most_heads(expr: Expr) -> int:
+    return max([1, *head_counts(expr), *(leaf.heads or 1 for leaf in expr.leaves())])
 
 
 def _batch_count(expr: Expr) -> int:

@@ -17,8 +17,9 @@ def picture(dense: np.ndarray) -> str:
     step = -(-max(dense.shape) // WIDEST)
     rows, cols = (-(-size // step) for size in dense.shape)
     edges = [np.arange(0, size, step) for size in dense.shape]
-    seen = np.add.reduceat(np.add.reduceat(dense.astype(np.int64), edges[0], axis=0), edges[1], axis=1)
-    inside = np.add.reduceat(np.add.reduceat(np.ones(dense.shape, dtype=np.int64), edges[0], axis=0), edges[1], axis=1)
+    seen = np.add.reduceat(np.add.reduceat(dense, edges[0], axis=0, dtype=np.int32), edges[1], axis=1)
+    sides = [np.diff([*starts, size]) for starts, size in zip(edges, dense.shape, strict=True)]
+    inside = np.multiply.outer(*sides)
     shade = np.ceil(seen / inside * (len(SHADES) - 1)).astype(int)
     lines = ["".join(2 * SHADES[shade[r, c]] for c in range(cols)) for r in range(rows)]
     return "\n".join([*lines, f"one cell = {step} x {step} pairs; shades from ' ' none to '█' all"])

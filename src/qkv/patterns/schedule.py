@@ -152,7 +152,7 @@ def _compile_piece(piece: Piece, extent: Extent) -> Part | None:
     queries, keys = lay_out(piece.order, extent)
     bounds = bound(piece.expr, queries, keys)
     schedule = _schedule(piece, queries, keys, bounds)
-    return Part(queries, keys, schedule) if schedule.pairs else None
+    return Part(queries.bare(), keys.bare(), schedule) if schedule.pairs else None
 
 
 def _schedule(piece: Piece, queries: Axis, keys: Axis, bounds: Bounds) -> Schedule:
@@ -223,7 +223,7 @@ class PlanCache:
             if key not in self._entries:
                 self._entries[key] = made
                 self._nbytes += made.nbytes
-            while self._nbytes > read(PLAN_CACHE_MB) << 20 and len(self._entries) > 1:
+            while self._nbytes > read(PLAN_CACHE_MB) << 20 and self._entries:
                 self._nbytes -= self._entries.popitem(last=False)[1].nbytes
         return made
 

@@ -56,13 +56,15 @@ def parse(text: str) -> Pattern:
     if not isinstance(text, str) or len(text) > LONGEST:
         seen = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
         _refuse(f"a text of at most {LONGEST:,} characters", f"got {seen}", "write a pattern as str(pattern) prints it")
+    if "<" in text:
+        _refuse("made of literals", "its <...> stands for a tensor or a function", "build it in Python")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-        return _pattern(tree)
     except SyntaxError as error:
         _refuse("a Python expression", f"got {text!r} ({error.msg})", "write for example causal() & window(127)")
     except (RecursionError, MemoryError):
         _refuse("an expression of moderate depth", "it is nested too deeply", "build it in Python instead")
+    return _pattern(tree)
 
 
 def _refuse(holds: str, seen: str, remedy: str) -> NoReturn:
@@ -100,15 +102,18 @@ def _call(node: ast.Call) -> Pattern:
     except QkvError:
         raise
     except TypeError as error:
-        _refuse(
-            "calls with the constructors' arguments", f"got {ast.unparse(node)!r} ({error})", f"see help(qkv.{name})"
-        )
+        seen = f"got {ast.unparse(node)!r} ({error})"
+        _refuse("calls with the constructors' arguments", seen, f"see help(qkv.{name})")
 
 
 def _value(node: ast.expr) -> object:
-    if isinstance(node, ast.List) and node.elts and all(isinstance(item, ast.Call | ast.BinOp) for item in node.elts):
+    if (
+        isinstance(node, ast.List)
+        and node.elts
+        and all(isinstance(item, ast.Call | ast.BinOp | ast.UnaryOp) for item in node.elts)
+    ):
         return [_pattern(item) for item in node.elts]
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):
         _refuse("made of literals", f"got {ast.unparse(node)!r}", "write numbers, strings, tuples and lists")

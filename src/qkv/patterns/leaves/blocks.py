@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
 from qkv.errors import MaskError, message
-from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tiles
+from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tiles, Unbound
 from qkv.patterns.leaves.keys import digest
 from qkv.philox import philox
 
@@ -47,6 +48,7 @@ class BlockRows(Leaf):
     size: int
     rows: np.ndarray
     columns: np.ndarray
+    light: ClassVar[bool] = False
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -82,11 +84,11 @@ class BlockRows(Leaf):
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         if tiles.aligned(self.size):  # one answer a tile
             return (self.contains(tiles.query_first, tiles.key_first).astype(np.int64),)
-        return tiles.row, tiles.col
+        return super().signature(tiles)
 
 
 @dataclass(frozen=True, eq=False)
-class BlockLayout(Leaf):
+class BlockLayout(Unbound):
     """keep[b, h, block of i, block of j]; bool (B or 1, H or 1, rows, columns)."""
 
     keep: np.ndarray
@@ -95,6 +97,11 @@ class BlockLayout(Leaf):
     @cached_property
     def key(self) -> tuple[object, ...]:
         return ("blocks", self.size, self.keep.shape, digest(self.keep))
+
+    @cached_property
+    def bound(self) -> list[list[BlockRows]]:
+        """The lists of each batch row and head."""
+        return [[BlockRows(self.size, *map(np.asarray, np.nonzero(layout))) for layout in row] for row in self.keep]
 
     @property
     def batch(self) -> int | None:
@@ -128,15 +135,11 @@ class BlockLayout(Leaf):
             )
 
     def bind(self, b: int, h: int, extent: Extent) -> Expr:
-        layout = self.keep[b if self.batch else 0, h if self.heads else 0]
-        return BlockRows(self.size, *(part.astype(np.int64) for part in np.nonzero(layout)))
-
-    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        raise AssertionError("bind to a batch row and head first")
+        return self.bound[b if self.batch else 0][h if self.heads else 0]
 
 
 @dataclass(frozen=True, eq=False)
-class RandomBlocks(Leaf):
+class RandomBlocks(Unbound):
     """`count` distinct key blocks for each block row, drawn by Floyd's method: see docs/patterns.md."""
 
     count: int
@@ -172,6 +175,3 @@ class RandomBlocks(Leaf):
         columns = drawn[row, place]
         order = np.lexsort((columns, row))
         return BlockRows(self.size, rows[row[order]], columns[order])
-
-    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        raise AssertionError("bind to an extent first")

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qkv.errors import MaskError, message
-from qkv.patterns.leaf import Expr, Extent, Leaf, Sizes
+from qkv.patterns.leaf import Expr, Extent, Leaf, Sizes, Unbound
 from qkv.patterns.leaves.keys import digest
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class DenseMask(Leaf):
+class DenseMask(Unbound):
     """keep[b, h, row of the call, key of the call]; bool (B or 1, H or 1, L or 1, S or 1)."""
 
     keep: np.ndarray
@@ -49,11 +50,13 @@ class DenseMask(Leaf):
                 )
 
     def bind(self, b: int, h: int, extent: Extent) -> Expr:
-        keep = self.keep[b if self.batch else 0, h if self.heads else 0]
-        return PlacedMask(keep, extent)
+        place = b if self.batch else 0, h if self.heads else 0
+        return PlacedMask(self.keep[place], self.digests[place], extent)
 
-    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        raise AssertionError("bind to a batch row and head first")
+    @cached_property
+    def digests(self) -> dict[tuple[int, int], str]:
+        """A name for the content of each batch row and head, so that equal ones share a schedule."""
+        return {(b, h): digest(part) for b, row in enumerate(self.keep) for h, part in enumerate(row)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +64,13 @@ class PlacedMask(Leaf):
     """keep[i - query_start, j - key_start] within the extent, nothing outside; bool (L or 1, S or 1)."""
 
     keep: np.ndarray
+    content: str
     extent: Extent
+    light: ClassVar[bool] = False
 
-    @cached_property
+    @property
     def key(self) -> tuple[object, ...]:
-        return ("placed_mask", self.keep.shape, digest(self.keep), *self.extent)
+        return ("placed_mask", self.keep.shape, self.content, *self.extent)
 
     def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         row, column = i - self.extent.query_start, j - self.extent.key_start
@@ -77,7 +82,7 @@ class PlacedMask(Leaf):
 
 
 @dataclass(frozen=True, eq=False)
-class Where(Leaf):
+class Where(Unbound):
     """fn(b, h, i, j) on int64 index tensors that broadcast to (B, H, L, S); known by the function object."""
 
     fn: Predicate
@@ -108,9 +113,6 @@ class Where(Leaf):
     def bind(self, b: int, h: int, extent: Extent) -> Expr:
         return PlacedWhere(self.fn, b if self.batch else 0, h if self.heads else 0, extent)
 
-    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        raise AssertionError("bind to an extent first")
-
 
 @dataclass(frozen=True, eq=False)
 class PlacedWhere(Leaf):
@@ -120,6 +122,7 @@ class PlacedWhere(Leaf):
     b: int
     h: int
     extent: Extent
+    light: ClassVar[bool] = False  # the function may hold anything
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -136,7 +139,7 @@ class PlacedWhere(Leaf):
 
 
 def ask(fn: Predicate, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Call a user's function and insist on booleans."""
+    """Call a user's function and insist on booleans for these indices."""
     answer = fn(b, h, i, j)
     if not isinstance(answer, Tensor) or answer.dtype != torch.bool:
         kind = answer.dtype if isinstance(answer, Tensor) else type(answer).__name__
@@ -145,6 +148,19 @@ def ask(fn: Predicate, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
                 "`where(fn)` must return a boolean tensor, True where i may see j",
                 f"it returned {kind}",
                 "compare index tensors, for example `lambda b, h, i, j: j <= i`",
+            )
+        )
+    asked = torch.broadcast_shapes(b.shape, h.shape, i.shape, j.shape)
+    try:
+        fits = torch.broadcast_shapes(answer.shape, asked) == asked
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise MaskError(
+            message(
+                "`where(fn)` must return one boolean for each index that it is given",
+                f"for indices of shape {list(asked)} it returned {list(answer.shape)}",
+                "use operations that broadcast over b, h, i and j",
             )
         )
     return answer

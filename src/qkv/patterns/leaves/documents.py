@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ class Documents(Leaf):
 
     ids: np.ndarray
     name: str = field(default="documents")
+    light: ClassVar[bool] = False
 
     @cached_property
     def key(self) -> tuple[object, ...]:
@@ -63,8 +65,13 @@ class Documents(Leaf):
                 )
             )
 
+    @cached_property
+    def rows(self) -> tuple[Documents, ...]:
+        """The documents of each batch row."""
+        return tuple(Documents(row, self.name) for row in self.ids)
+
     def bind(self, b: int, h: int, extent: Extent) -> Expr:
-        return self if self.batch is None else Documents(self.ids[b], self.name)
+        return self if self.batch is None else self.rows[b]
 
     def number(self, positions: np.ndarray, outside: int) -> np.ndarray:
         """The number of each position's document; `outside` where there is none."""

@@ -44,9 +44,6 @@ class OnImage(Leaf):
         maybe, sure = (Intervals(o, np.zeros_like(o), np.full_like(o, pixels)) for o in (touching, inside))
         return maybe, sure
 
-    def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
-        return tiles.row, tiles.col
-
 
 @dataclass(frozen=True, eq=False)
 class Neighborhood(OnImage):

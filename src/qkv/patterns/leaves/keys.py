@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -10,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from qkv.errors import ShapeError, ValueOutOfRange, message
-from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tiles
+from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tiles, Unbound
 from qkv.patterns.numbering import number_rows
 
 COMPACT_RUNS = 8  # more runs than this are scattered: better gathered than masked
@@ -39,9 +40,9 @@ def in_runs(runs: np.ndarray, positions: np.ndarray) -> np.ndarray:
 class OneSided(Leaf):
     """A set of positions that concerns keys alone or queries alone, and can be gathered."""
 
+    @abstractmethod
     def members(self, start: int, stop: int) -> np.ndarray:
         """The positions of the set in [start, stop), sorted."""
-        raise AssertionError("every one-sided leaf lists its members")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,10 @@ class RunSet(OneSided):
     @property
     def spread(self) -> bool:  # type: ignore[override]
         return len(self.runs) > COMPACT_RUNS
+
+    @property
+    def light(self) -> bool:  # type: ignore[override]
+        return not self.spread
 
     @cached_property
     def content(self) -> tuple[object, ...]:
@@ -132,7 +137,7 @@ class PeriodicKeys(OneSided):
 
 
 @dataclass(frozen=True, eq=False)
-class BatchedKeys(Leaf):
+class BatchedKeys(Unbound):
     """keep[b, j]: one set of keys a batch row, from key lengths or a padding mask; bool (B, S)."""
 
     keep: np.ndarray
@@ -156,15 +161,17 @@ class BatchedKeys(Leaf):
                 )
             )
 
-    def bind(self, b: int, h: int, extent: Extent) -> Expr:
-        return Keys(runs_of(np.flatnonzero(self.keep[b])))
+    @cached_property
+    def rows(self) -> tuple[Keys, ...]:
+        """One set of keys a batch row."""
+        return tuple(Keys(runs_of(np.flatnonzero(row))) for row in self.keep)
 
-    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        raise AssertionError("bind to a batch row first")
+    def bind(self, b: int, h: int, extent: Extent) -> Expr:
+        return self.rows[b]
 
 
 @dataclass(frozen=True, eq=False)
-class KeyLengths(Leaf):
+class KeyLengths(Unbound):
     """j < lengths[b]; int64 (B,)."""
 
     lengths: np.ndarray
@@ -199,6 +206,3 @@ class KeyLengths(Leaf):
 
     def bind(self, b: int, h: int, extent: Extent) -> Expr:
         return Keys(np.array([[0, self.lengths[b]]], dtype=np.int64)[: int(self.lengths[b] > 0)])
-
-    def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        raise AssertionError("bind to a batch row first")
