@@ -12,7 +12,7 @@ from torch import Tensor
 from qkv.backends.base import NEG_INF, Result, pattern_plan, without_autocast
 from qkv.dispatch import Choice, choose
 from qkv.dropout import draw_seed
-from qkv.errors import DTypeError, InvertedMaskWarning, ShapeError, message
+from qkv.errors import InvertedMaskWarning, MaskError, ShapeError, message
 from qkv.inputs import in_call
 from qkv.patterns.given import mask
 from qkv.patterns.named import causal
@@ -20,7 +20,7 @@ from qkv.patterns.pattern import Pattern
 from qkv.problem import Problem, Tensors
 from qkv.question import Question, ask
 from qkv.scores import Alibi, Relative
-from qkv.shapes import values_can_be_seen
+from qkv.shapes import check_dense, values_can_be_seen, view_inputs
 from qkv.types import AuxOutput, AuxRequest, Layout
 from qkv.weights import collect
 
@@ -145,12 +145,16 @@ def scaled_dot_product_attention(
     top-left, and together with a mask both hold. Batch axes broadcast. Unlike torch's, dropout follows qkv's rule.
     """
     with in_call(query, key, value, None):
-        _check_heads(query, key, enable_gqa)
+        views, axes = view_inputs(query, key, value, "BHLD", broadcast=True)
+        if axes.kv_heads not in (axes.heads, 1) and not enable_gqa:
+            seen = f"query has H = {axes.heads}, key has G = {axes.kv_heads}"
+            holds = "`query` and `key` must have the same heads unless `enable_gqa` is set"
+            raise ShapeError(message(holds, seen, "pass enable_gqa=True to group query heads"))
         pattern, bias = (causal(align="top_left") if is_causal else None), attn_mask
-        if isinstance(attn_mask, Tensor):
-            bias = _right_aligned(attn_mask, max(query.ndim, key.ndim, value.ndim))
+        if attn_mask is not None:
+            bias = _right_aligned(check_dense("attn_mask", attn_mask), views.rank)
             if bias.dtype == torch.bool:
-                kept = mask(_flat_batch(bias, query, key, value))
+                kept = mask(_flat_batch(bias, views.leading))
                 pattern, bias = (kept if pattern is None else pattern & kept), None
         question = ask(
             query,
@@ -214,29 +218,14 @@ def _right_aligned(attn_mask: Tensor, rank: int) -> Tensor:
     return attn_mask.reshape((1,) * (rank - attn_mask.ndim) + tuple(attn_mask.shape))
 
 
-def _flat_batch(keep: Tensor, *inputs: Tensor) -> Tensor:
+def _flat_batch(keep: Tensor, leading: tuple[int, ...]) -> Tensor:
     """A mask of the inputs' rank as (B, H, L, S): without heads one for all, several batch axes made one."""
     if keep.ndim < 4:
         return keep.unsqueeze(-3) if keep.ndim == 3 else keep[None, None]
-    leading = torch.broadcast_shapes(*((1,) * (keep.ndim - t.ndim) + tuple(t.shape[:-3]) for t in inputs))
-    if all(size == 1 for size in keep.shape[:-3]):
+    sizes = keep.shape[:-3]
+    if all(size == 1 for size in sizes):
         return keep.reshape(1, *keep.shape[-3:])
+    if any(size not in (1, whole) for size, whole in zip(sizes, leading, strict=True)):
+        holds = f"`attn_mask` must broadcast to the batch axes {list(leading)}"
+        raise MaskError(message(holds, f"its own are {list(sizes)}", "use 1 or all on each"))
     return keep.expand(*leading, *keep.shape[-3:]).reshape(-1, *keep.shape[-3:])
-
-
-def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
-    for name, tensor in (("query", query), ("key", key)):
-        if not isinstance(tensor, Tensor):
-            raise DTypeError(
-                message(f"`{name}` must be a tensor", f"got {type(tensor).__name__}", "torch.as_tensor(...)")
-            )
-    if enable_gqa or query.ndim < 4 or key.ndim < 4:
-        return
-    if query.shape[-3] != key.shape[-3] and 1 not in (query.shape[-3], key.shape[-3]):
-        raise ShapeError(
-            message(
-                "`query` and `key` must have the same number of heads unless `enable_gqa` is set",
-                f"query has H={query.shape[-3]}, key has G={key.shape[-3]}",
-                "pass enable_gqa=True to group query heads",
-            )
-        )

@@ -44,6 +44,8 @@ def choose(problem: Problem, name: str) -> Choice:
     Raises UnknownName, and UnsupportedError with every reason when a named backend cannot answer.
     """
     names = [backend.name for backend in BACKENDS]
+    if not isinstance(name, str):
+        raise unknown_name("backend", name, ["auto", *names])
     from_setting = name == "auto" and read(BACKEND) != "auto"
     if from_setting:
         name = read(BACKEND)

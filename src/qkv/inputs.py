@@ -22,6 +22,7 @@ from qkv.errors import (
     LayoutError,
     QkvError,
     ShapeError,
+    UnknownName,
     UnsupportedError,
     ValueOutOfRange,
     message,
@@ -225,7 +226,7 @@ def _read_rows(rows: object, queries: int) -> Rows:
         return rows
     if isinstance(rows, str):
         if rows != "mean":
-            raise ValueOutOfRange(message(_ROWS_HOLDS, f"got {rows!r}", "say True for all rows of every head"))
+            raise UnknownName(message(_ROWS_HOLDS, f"got {rows!r}", "say True for all rows of every head"))
         return "mean"
     if isinstance(rows, slice):
         return _read_slice(rows, queries)

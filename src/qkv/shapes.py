@@ -66,6 +66,8 @@ def describe(value: object) -> str:
     """
     if not isinstance(value, Tensor):
         return type(value).__name__
+    if value.is_nested:
+        return "a nested tensor"
     return f"{list(value.shape)} {dtype_name(value.dtype)} {value.device}"
 
 
@@ -140,10 +142,8 @@ def restore(output: Tensor, views: Views) -> Tensor:
 
 def _read_layout(layout: str) -> Layout:
     """One of the two orders of axes."""
-    if layout == "BHLD":
-        return "BHLD"
-    if layout == "BLHD":
-        return "BLHD"
+    if isinstance(layout, str) and layout in ("BHLD", "BLHD"):
+        return "BHLD" if layout == "BHLD" else "BLHD"
     raise unknown_name("layout", layout, ("BHLD", "BLHD"))
 
 

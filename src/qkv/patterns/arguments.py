@@ -8,27 +8,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.errors import DTypeError, MaskError, ShapeError, ValueOutOfRange, message
+from qkv.errors import DTypeError, MaskError, ShapeError, UnsupportedError, ValueOutOfRange, message
+from qkv.patterns.leaf import FAR
 
 INTEGER_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 LARGEST_ID = 2**31 - 1
 
 
-def whole(name: str, value: object, least: int) -> int:
+def whole(name: str, value: object, least: int, remedy: str) -> int:
     """An integer of at least `least`; a bool, a float or a tensor is refused."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         seen = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)
         raise DTypeError(message(f"`{name}` must be an integer", f"got {seen}", "pass a plain int, for example int(x)"))
     if value < least:
-        raise ValueOutOfRange(
-            message(f"`{name}` must be at least {least}", f"got {value}", "it counts tokens or blocks")
-        )
+        raise ValueOutOfRange(message(f"`{name}` must be at least {least}", f"got {value}", remedy))
     return int(value)
+
+
+def length(name: str, value: object, least: int) -> int:
+    """A number of tokens or blocks; beyond every length, what stands for unbounded."""
+    return min(whole(name, value, least, "it counts tokens or blocks"), FAR)
 
 
 def seed_value(seed: object) -> int:
     """A 64-bit seed."""
-    value = whole("seed", seed, 0)
+    value = whole("seed", seed, 0, "it is a 64-bit number")
     if value >= 1 << 64:
         raise ValueOutOfRange(message("`seed` must fit 64 bits", f"got {value}", "give a number below 2**64"))
     return value
@@ -48,7 +52,7 @@ def integers(name: str, values: object, ndim: tuple[int, ...]) -> np.ndarray:
             raise DTypeError(
                 message(f"`{name}` must hold integers", f"its type is {values.dtype}", "convert with .long()")
             )
-        array = values.detach().cpu().numpy()
+        array = _numbers(name, values)
     elif isinstance(values, Sequence | np.ndarray) and not isinstance(values, str):
         array = _array(name, values)
         if array.dtype.kind not in "iu":
@@ -103,4 +107,12 @@ def booleans(name: str, keep: object, ndim: tuple[int, ...], axes: str) -> np.nd
         raise MaskError(
             message(f"`{name}` must have the axes {axes}", f"its shape is {list(keep.shape)}", "add the missing axes")
         )
-    return keep.detach().cpu().numpy().copy()
+    return _numbers(name, keep).copy()
+
+
+def _numbers(name: str, tensor: Tensor) -> np.ndarray:
+    """A tensor's content as an array; one without content, or not laid out in rows, is refused."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        seen = "got a meta tensor" if tensor.is_meta else f"got a tensor of layout {tensor.layout}"
+        raise UnsupportedError(message(f"`{name}` must be a dense tensor with content", seen, "make it dense and real"))
+    return tensor.detach().cpu().numpy()

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from qkv.errors import DTypeError, MaskError, ShapeError, ValueOutOfRange, message, unknown_name
-from qkv.patterns.arguments import booleans, integers, whole
+from qkv.patterns.arguments import booleans, integers, length
 from qkv.patterns.leaves.blocks import BlockLayout
 from qkv.patterns.leaves.dense import DenseMask, Predicate, Where
 from qkv.patterns.leaves.documents import Documents
@@ -80,7 +80,7 @@ def blocks(keep: Tensor, block_size: int) -> Pattern:
     keep: bool (rows, columns) or 4-D (B or 1, H or 1, rows, columns).
     """
     array = booleans("keep", keep, (2, 4), "(rows, columns) or (B, H, rows, columns) of blocks")
-    size = whole("block_size", block_size, 1)
+    size = length("block_size", block_size, 1)
     layout = BlockLayout(array if array.ndim == 4 else array[None, None], size)
     return Pattern(layout, f"blocks({_placeholder('keep', array)}, {size})")
 

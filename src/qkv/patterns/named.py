@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from qkv.errors import ShapeError, ValueOutOfRange, message, unknown_name
-from qkv.patterns.arguments import integers, one_flag, seed_value, whole
+from qkv.patterns.arguments import integers, length, one_flag, seed_value
 from qkv.patterns.expr import ALL, NONE, PerHead, conj, disj
 from qkv.patterns.leaf import FAR, Expr
 from qkv.patterns.leaves.blocks import BlockBand, RandomBlocks
@@ -41,20 +41,20 @@ def causal(align: Align | None = None) -> Pattern:
 
 def window(left: int | None, right: int | None = 0) -> Pattern:
     """i - left <= j <= i + right: left + 1 + right keys, the query's own included. None: no bound on that side."""
-    low = -FAR if right is None else -whole("right", right, 0)
-    high = FAR if left is None else whole("left", left, 0)
+    low = -FAR if right is None else -length("right", right, 0)
+    high = FAR if left is None else length("left", left, 0)
     text = f"window({left})" if right == 0 else f"window({left}, {right})"
-    return Pattern(Offsets(max(low, -FAR), min(high, FAR)), text)
+    return Pattern(Offsets(low, high), text)
 
 
 def sliding_window(size: int) -> Pattern:
     """i - size < j <= i: causal, exactly `size` keys, the query's own included."""
-    return Pattern(Offsets(0, min(whole("size", size, 1) - 1, FAR)), f"sliding_window({size})")
+    return Pattern(Offsets(0, length("size", size, 1) - 1), f"sliding_window({size})")
 
 
 def dilated(left: int, right: int = 0, *, dilation: int) -> Pattern:
     """j = i + m·dilation with -left <= m <= right: every dilation-th key of a window."""
-    left, right, dilation = whole("left", left, 0), whole("right", right, 0), whole("dilation", dilation, 1)
+    left, right, dilation = length("left", left, 0), length("right", right, 0), length("dilation", dilation, 1)
     sides = f"{left}" if right == 0 else f"{left}, {right}"
     reach = Offsets(max(-right * dilation, -FAR), min(left * dilation, FAR))
     return Pattern(conj(Congruent(dilation), reach), f"dilated({sides}, dilation={dilation})")
@@ -65,12 +65,12 @@ def strided(stride: int) -> Pattern:
 
     Source: Child, Gray, Radford, Sutskever, "Generating long sequences with sparse transformers" (2019), section 4.3.
     """
-    return Pattern(_strided(whole("stride", stride, 1)), f"strided({stride})")
+    return Pattern(_strided(length("stride", stride, 1)), f"strided({stride})")
 
 
 def sparse_transformer(stride: int) -> Pattern:
     """The strided pattern under the name of its paper: `strided(stride)`."""
-    return Pattern(_strided(whole("stride", stride, 1)), f"sparse_transformer({stride})")
+    return Pattern(_strided(length("stride", stride, 1)), f"sparse_transformer({stride})")
 
 
 def fixed(block: int, summary: int = 1) -> Pattern:
@@ -79,7 +79,7 @@ def fixed(block: int, summary: int = 1) -> Pattern:
 
     Source: Child, Gray, Radford, Sutskever (2019), section 4.3.
     """
-    block, summary = whole("block", block, 1), whole("summary", summary, 1)
+    block, summary = length("block", block, 1), length("summary", summary, 1)
     if summary > block:
         raise ValueOutOfRange(
             message(
@@ -100,7 +100,7 @@ def global_tokens(tokens: int | Sequence[int] | Tensor) -> Pattern:
 
 def prefix(n: int) -> Pattern:
     """j < n: the first n keys, for every query; `causal() | prefix(n)` is the prefix-LM."""
-    return Pattern(_first_keys(whole("n", n, 0)), f"prefix({n})")
+    return Pattern(_first_keys(length("n", n, 0)), f"prefix({n})")
 
 
 def random_blocks(count: int, block_size: int, seed: int, ahead: bool = False) -> Pattern:
@@ -110,14 +110,14 @@ def random_blocks(count: int, block_size: int, seed: int, ahead: bool = False) -
     docs/patterns.md.
     """
     leaf = RandomBlocks(
-        whole("count", count, 1), whole("block_size", block_size, 1), seed_value(seed), one_flag("ahead", ahead)
+        length("count", count, 1), length("block_size", block_size, 1), seed_value(seed), one_flag("ahead", ahead)
     )
     return Pattern(leaf, f"random_blocks({count}, {block_size}, {seed}{', ahead=True' if ahead else ''})")
 
 
 def block_local(size: int) -> Pattern:
     """The same block of `size` tokens: floor(i / size) = floor(j / size)."""
-    return Pattern(BlockBand(whole("size", size, 1), 0), f"block_local({size})")
+    return Pattern(BlockBand(length("size", size, 1), 0), f"block_local({size})")
 
 
 def neighborhood(shape: tuple[int, int], kernel: int) -> Pattern:
@@ -127,7 +127,7 @@ def neighborhood(shape: tuple[int, int], kernel: int) -> Pattern:
     Source: Hassani, Walton, Li, Li, Shi, "Neighborhood attention transformer" (2023).
     """
     height, width = _image("neighborhood", shape)
-    kernel = whole("kernel", kernel, 1)
+    kernel = length("kernel", kernel, 1)
     if kernel > min(height, width):
         raise ValueOutOfRange(
             message(
@@ -144,7 +144,7 @@ def windows2d(shape: tuple[int, int], window: int, shift: int = 0) -> Pattern:
     Source: Liu and others, "Swin transformer" (2021), section 3.2.
     """
     height, width = _image("windows2d", shape)
-    window, shift = whole("window", window, 1), whole("shift", shift, 0)
+    window, shift = length("window", window, 1), length("shift", shift, 0)
     if shift >= window:
         raise ValueOutOfRange(
             message(
@@ -172,7 +172,7 @@ def longformer(window: int, tokens: int | Sequence[int] | Tensor) -> Pattern:
 
     Source: Beltagy, Peters, Cohan, "Longformer" (2020).
     """
-    half = whole("window", window, 0) // 2
+    half = length("window", window, 0) // 2
     seen, text = _global(tokens)
     return Pattern(disj(Offsets(-half, half), seen), f"longformer({window}, {text})")
 
@@ -184,9 +184,9 @@ def bigbird(
 
     Source: Zaheer and others, "Big Bird" (2020).
     """
-    size = whole("block_size", block_size, 1)
-    near = BlockBand(size, whole("window", window, 0) // 2)
-    count = whole("random_blocks", random_blocks, 0)
+    size = length("block_size", block_size, 1)
+    near = BlockBand(size, min(length("window", window, 0) // 2, FAR // size))
+    count = length("random_blocks", random_blocks, 0)
     drawn = RandomBlocks(count, size, seed_value(seed), True) if count else NONE
     seen, text = _global(tokens)
     tail = "" if size == 64 else f", block_size={size}"
@@ -205,7 +205,7 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
 
 
 def _strided(stride: int) -> Expr:
-    return conj(CAUSAL, disj(Offsets(0, min(stride, FAR) - 1), Congruent(stride)))
+    return conj(CAUSAL, disj(Offsets(0, stride - 1), Congruent(stride)))
 
 
 def _first_keys(n: int) -> Expr:
@@ -214,7 +214,7 @@ def _first_keys(n: int) -> Expr:
 
 def _global(tokens: int | Sequence[int] | Tensor) -> tuple[Expr, str]:
     if isinstance(tokens, int | np.integer):
-        n = whole("tokens", tokens, 0)
+        n = length("tokens", tokens, 0)
         runs, text = np.array([[0, n]], dtype=np.int64)[: int(n > 0)], str(n)
     else:
         members = np.unique(integers("tokens", tokens, ndim=(1,)))
@@ -231,7 +231,7 @@ def _image(name: str, shape: tuple[int, int]) -> tuple[int, int]:
                 "write for example (32, 32) as the first argument",
             )
         )
-    return whole("height", shape[0], 1), whole("width", shape[1], 1)
+    return length("height", shape[0], 1), length("width", shape[1], 1)
 
 
 def _shifted_tiles(size: int, window: int, shift: int) -> np.ndarray:

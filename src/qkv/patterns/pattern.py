@@ -164,15 +164,17 @@ class Pattern:
         """Whether two patterns hold the same pairs at these lengths, each at its own offset of query 0."""
         S = L if S is None else S
         at = [pattern.offset(L, S) for pattern in (self, other)]
+        difference = Pattern(disj(conj(self.expr, neg(other.expr)), conj(other.expr, neg(self.expr))), "")
+        sizes = {"batch": _batch_count(difference.expr), "heads": _most_heads(difference.expr)}
         if at[0] == at[1]:
-            both_ways = disj(conj(self.expr, neg(other.expr)), conj(other.expr, neg(self.expr)))
-            return Pattern(both_ways, "").plan(L, S, query_offset=at[0]).pairs == 0
-        return torch.equal(self.to_dense(L, S), other.to_dense(L, S))
+            return difference.plan(L, S, query_offset=at[0], **sizes).pairs == 0
+        ours, theirs = (pattern.to_dense(L, S, **sizes) for pattern in (self, other))
+        return bool((ours == theirs).all())
 
     def show(self, L: int, S: int | None = None) -> str:
         """A picture in text: one character a pair up to 64 wide, a share of a tile beyond; head and batch row 0."""
         dense = self.to_dense(L, S, heads=_most_heads(self.expr), batch=_batch_count(self.expr))
-        return picture(dense.reshape(-1, *dense.shape[-2:])[0].numpy())
+        return picture(dense[(0,) * (dense.ndim - 2)].numpy())
 
 
 def _join(a: Pattern, b: object, operator: str, combine: Callable[[Expr, Expr], Expr]) -> Pattern:

@@ -56,15 +56,22 @@ def parse(text: str) -> Pattern:
     if not isinstance(text, str) or len(text) > LONGEST:
         seen = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
         _refuse(f"a text of at most {LONGEST:,} characters", f"got {seen}", "write a pattern as str(pattern) prints it")
-    if "<" in text:
+    if "(<" in text:
         _refuse("made of literals", "its <...> stands for a tensor or a function", "build it in Python")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        _refuse("a Python expression", f"got {text!r} ({error.msg})", "write for example causal() & window(127)")
+    except (SyntaxError, ValueError) as error:
+        _refuse("a Python expression", f"got {text!r} ({error})", "write for example causal() & window(127)")
     except (RecursionError, MemoryError):
-        _refuse("an expression of moderate depth", "it is nested too deeply", "build it in Python instead")
-    return _pattern(tree)
+        _refuse_depth()
+    try:
+        return _pattern(tree)
+    except RecursionError:
+        _refuse_depth()
+
+
+def _refuse_depth() -> NoReturn:
+    _refuse("an expression of moderate depth", "it is nested too deeply", "build it in Python instead")
 
 
 def _refuse(holds: str, seen: str, remedy: str) -> NoReturn:
@@ -82,13 +89,11 @@ def _pattern(node: ast.expr) -> Pattern:
         return _pattern(node.left) | _pattern(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
         return _pattern(node.left) - _pattern(node.right)
-    _refuse(
-        "pattern calls joined by & | - ~", f"got {ast.unparse(node)!r}", "name a constructor with parentheses: causal()"
-    )
+    _refuse("pattern calls joined by & | - ~", f"got {_shown(node)!r}", "name a constructor with parentheses: causal()")
 
 
 def _call(node: ast.Call) -> Pattern:
-    name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+    name = node.func.id if isinstance(node.func, ast.Name) else _shown(node.func)
     if name in CONTENT:
         _refuse("made of literals", f"{name}(...) holds a tensor or a function", f"build {name}(...) in Python")
     if name not in CONSTRUCTORS:
@@ -96,14 +101,21 @@ def _call(node: ast.Call) -> Pattern:
     arguments = [_value(argument) for argument in node.args]
     keywords = {keyword.arg: _value(keyword.value) for keyword in node.keywords if keyword.arg is not None}
     if len(keywords) != len(node.keywords):
-        _refuse("made of plain arguments", f"got ** in {ast.unparse(node)!r}", "name each argument")
+        _refuse("made of plain arguments", f"got ** in {_shown(node)!r}", "name each argument")
     try:
         return CONSTRUCTORS[name](*arguments, **keywords)
     except QkvError:
         raise
-    except TypeError as error:
-        seen = f"got {ast.unparse(node)!r} ({error})"
+    except (TypeError, ValueError) as error:
+        seen = f"got {_shown(node)!r} ({error})"
         _refuse("calls with the constructors' arguments", seen, f"see help(qkv.{name})")
+
+
+def _shown(node: ast.AST) -> str:
+    try:
+        return ast.unparse(node)
+    except ValueError:  # Python prints no integer of thousands of digits
+        return "a number of too many digits"
 
 
 def _value(node: ast.expr) -> object:
@@ -116,4 +128,4 @@ def _value(node: ast.expr) -> object:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
-        _refuse("made of literals", f"got {ast.unparse(node)!r}", "write numbers, strings, tuples and lists")
+        _refuse("made of literals", f"got {_shown(node)!r}", "write numbers, strings, tuples and lists")

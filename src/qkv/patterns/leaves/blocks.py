@@ -152,12 +152,13 @@ class RandomBlocks(Unbound):
         return ("random_blocks", self.count, self.size, self.seed, self.ahead)
 
     def draw(self, rows: np.ndarray, key_blocks: int) -> np.ndarray:
-        """The drawn blocks of each row, (rows, count), -1 where there are fewer candidates than `count`."""
+        """The drawn blocks of each row, (rows, at most count), -1 where there are fewer candidates."""
         candidates = np.full(len(rows), key_blocks) if self.ahead else rows + 1
         wanted = np.minimum(candidates, self.count)
-        drawn = np.full((len(rows), self.count), -1, dtype=np.int64)
+        turns = int(wanted.max(initial=0))
+        drawn = np.full((len(rows), turns), -1, dtype=np.int64)
         zero = np.zeros(1, dtype=np.int64)
-        for turn in range(self.count):
+        for turn in range(turns):
             top = candidates - wanted + turn
             word = philox(self.seed, rows, np.full(1, turn, dtype=np.int64), zero, zero)[0]
             pick = (word * (top + 1)) >> 32

@@ -45,7 +45,7 @@ class DenseMask(Unbound):
                         f"`mask(keep=)` must broadcast to [B={sizes.batch}, H={sizes.heads}, L={sizes.queries},"
                         f" S={sizes.keys}]",
                         f"its axis {axis} has {have} entries (shape {list(self.keep.shape)})",
-                        f"give {size} or 1 there; True keeps a pair",
+                        f"give {size} or 1 there (True keeps a pair)",
                     )
                 )
 
@@ -101,12 +101,15 @@ class Where(Unbound):
     def heads(self) -> int | None:
         return self.head_count
 
+    def check(self, sizes: Sizes) -> None:
+        self.probe(sizes)
+
     def probe(self, sizes: Sizes) -> Where:
         """The same function, told by one small call which of b and h its answer depends on."""
         start = min(sizes.offsets, default=0)
         b, h = torch.arange(sizes.batch).view(-1, 1, 1, 1), torch.arange(sizes.heads).view(1, -1, 1, 1)
         i = start + torch.arange(min(sizes.queries, 2)).view(1, 1, -1, 1)
-        j = torch.arange(min(sizes.keys, 3)).view(1, 1, 1, -1)
+        j = torch.arange(sizes.keys).view(1, 1, 1, -1)
         shape = (1, 1, 1, 1, *ask(self.fn, b, h, i, j).shape)[-4:]
         return Where(self.fn, sizes.batch if shape[0] > 1 else None, sizes.heads if shape[1] > 1 else None)
 
