@@ -628,6 +628,13 @@ OURS = given(plain_calls(), st.one_of(st.just([]), spoiled(BAD_OPTIONS)), ANY_TE
 TORCHS = given(torch_calls(), st.one_of(st.just([]), spoiled(TORCH_OPTIONS)), TORCH_TENSOR)
 
 
+@pytest.mark.parametrize("make", [keep, no])
+@pytest.mark.parametrize("queries, keys", [(0, 0), (0, 3), (3, 0)])
+def test_an_empty_attn_mask_of_several_rows_is_a_good_one(queries, keys, make) -> None:
+    q, k, mask = no(2, 1, queries, 4), no(2, 1, keys, 4), make(2, 1, queries, keys)
+    assert qkv.scaled_dot_product_attention(q, k, k, mask).equal(no(2, 1, queries, 4))
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference", "blockwise"])
 def test_a_call_without_numbers_gives_a_form_or_one_error(backend) -> None:
     given_ = {name: x.to("meta") for name, x in zip(ALL, BASE.tensors, strict=True)}
