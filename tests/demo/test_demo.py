@@ -33,7 +33,7 @@ def inputs(model):
 
 @pytest.fixture
 def probe():
-    probe = MemoryProbe()
+    probe = MemoryProbe("-m", "qkv.demo.probe")
     yield probe
     probe.close()
 
@@ -180,7 +180,7 @@ def test_measure_counts_what_a_call_adds_and_its_mask(monkeypatch, mask_bytes):
 
 def test_memory_probe_without_proc_answers_none(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "STATUS", tmp_path / "none")
-    probe = MemoryProbe()
+    probe = MemoryProbe("-m", "qkv.demo.probe")
     assert probe.ask(Question("qkv", "full()", 64, 1, 8)) is None
     probe.close()
 

@@ -240,6 +240,13 @@ def test_named_expressions_are_their_rules(L, S):
         check_plan(case, Sizes(1, 1, L, S, (case.pattern.offset(L, S),)))
 
 
+@pytest.mark.parametrize("name", named(1, 1))
+def test_named_expressions_are_their_rules_in_any_parts(name):
+    case = named(150, 150)[name]
+    for seed in range(8):
+        check_forced(case, Sizes(1, 1, 150, 150, (case.pattern.offset(150, 150),)), seed)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("offset", [0, -70, 3, 200])
 @pytest.mark.parametrize("L, S", NAMED_LENGTHS)

@@ -50,7 +50,7 @@ class Reference:
 
 
 def _entropy(weights: Tensor) -> Tensor:
-    return -torch.xlogy(weights, weights).sum(dim=-1).detach()
+    return torch.special.entr(weights).sum(dim=-1).detach()
 
 
 def _keep(problem: Problem, seed: int) -> Tensor:

@@ -100,7 +100,7 @@ def joined_inputs(model: MiniLM, *, tokens: int, layer: int, heads: int) -> Inpu
 @torch.no_grad()
 def measure(inputs: Inputs, *, lengths: tuple[int, ...]) -> Iterator[Row]:
     """One row a family and length, as each is done."""
-    with closing(MemoryProbe()) as probe:
+    with closing(MemoryProbe("-m", "qkv.demo.probe")) as probe:
         for tokens in lengths:
             part = inputs.first(tokens)
             dense = ours(*part, full()).run()

@@ -173,3 +173,17 @@ class Unbound(Leaf):
 
     def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         raise AssertionError("bind to a batch row, a head and an extent first")
+
+
+class Tabled(Unbound):
+    """A leaf that holds a table whose first two axes are batch rows and heads, 1 where all share."""
+
+    keep: np.ndarray
+
+    @property
+    def batch(self) -> int | None:
+        return self.keep.shape[0] if self.keep.shape[0] > 1 else None
+
+    @property
+    def heads(self) -> int | None:
+        return self.keep.shape[1] if self.keep.shape[1] > 1 else None

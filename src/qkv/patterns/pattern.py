@@ -50,6 +50,15 @@ class Pattern:
     def __sub__(self, other: Pattern) -> Pattern:
         return _join(self, other, "-", lambda a, b: conj(a, neg(b)))
 
+    def __rand__(self, other: object) -> Pattern:
+        return _join(self, other, "&", conj)  # raises: what stands on the left is no pattern
+
+    def __ror__(self, other: object) -> Pattern:
+        return _join(self, other, "|", disj)
+
+    def __rsub__(self, other: object) -> Pattern:
+        return _join(self, other, "-", conj)
+
     def __invert__(self) -> Pattern:
         return Pattern(neg(self.expr), f"~{self.operand_text()}", self.align, "~")
 
@@ -103,14 +112,16 @@ class Pattern:
         key_offset: int | Sequence[int] = 0,
     ) -> PatternPlan:
         """Compile to block schedules, in time and memory proportional to the blocks kept."""
+        sizes = self._sizes(L, S, batch, heads, query_offset)
+        return plan_pattern(_probed(self.expr, sizes), sizes, _each(key_offset, batch))
+
+    def _sizes(self, L: int, S: int | None, batch: int, heads: int, query_offset: int | Sequence[int] | None) -> Sizes:
+        """The sizes of a question, checked against the pattern."""
         S = L if S is None else S
         _check_lengths(L, S)
         starts = _each(self.offset(L, S) if query_offset is None else query_offset, batch)
         self.check(batch=batch, heads=heads, queries=L, keys=S, offsets=starts)
-        expr = _probed(self.expr, Sizes(batch, heads, L, S, starts))
-        return plan_pattern(
-            expr, batch=batch, heads=heads, queries=L, keys=S, query_starts=starts, key_starts=_each(key_offset, batch)
-        )
+        return Sizes(batch, heads, L, S, starts)
 
     def allowed(self, i: np.ndarray, j: np.ndarray, *, batch: int, heads: int, extents: Sequence[Extent]) -> np.ndarray:
         """Element by element, whether pairs of positions exist: bool (B or 1, H or 1, l, s).
@@ -141,12 +152,10 @@ class Pattern:
         """The whole L by S picture as a bool tensor: (L, S), or (B, H, L, S) where it depends on the batch row or
         head.
         """
-        S = L if S is None else S
-        _check_lengths(L, S)
-        starts = _each(self.offset(L, S) if query_offset is None else query_offset, batch)
-        self.check(batch=batch, heads=heads, queries=L, keys=S, offsets=starts)
-        i = np.array(starts, dtype=np.int64)[:, None] + np.arange(L)
-        extents = [Extent(L, S, start) for start in starts]
+        sizes = self._sizes(L, S, batch, heads, query_offset)
+        S = sizes.keys
+        i = np.array(sizes.offsets, dtype=np.int64)[:, None] + np.arange(L)
+        extents = [Extent(L, S, start) for start in sizes.offsets]
         dense = torch.from_numpy(self.allowed(i, np.arange(S)[None], batch=batch, heads=heads, extents=extents))
         varies = dense.shape[0] > 1 or dense.shape[1] > 1 or any(axis_sizes(self.expr))
         return dense.expand(batch, heads, L, S) if varies else dense[0, 0]
@@ -182,7 +191,7 @@ def _join(a: Pattern, b: object, operator: str, combine: Callable[[Expr, Expr], 
         raise DTypeError(
             message(
                 f"both sides of `{operator}` must be patterns",
-                f"the right side is {type(b).__name__}",
+                f"one is a {type(b).__name__}",
                 "wrap a boolean tensor as mask(keep=...)",
             )
         )

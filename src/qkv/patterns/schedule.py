@@ -15,7 +15,7 @@ import numpy as np
 from qkv.patterns import line
 from qkv.patterns.axis import TILE, Axis, lay_out
 from qkv.patterns.expr import NONE, axis_sizes, conj, specialise
-from qkv.patterns.leaf import Expr, Extent
+from qkv.patterns.leaf import Expr, Extent, Sizes
 from qkv.patterns.masks import TileGrid, make_masks
 from qkv.patterns.parts import Piece, split
 from qkv.patterns.tiles import Bounds, bound
@@ -114,30 +114,22 @@ class PatternPlan:
         return max((len(member.parts) for member in self.members), default=0)
 
 
-def plan_pattern(
-    expr: Expr,
-    *,
-    batch: int,
-    heads: int,
-    queries: int,
-    keys: int,
-    query_starts: Sequence[int],
-    key_starts: Sequence[int],
-) -> PatternPlan:
+def plan_pattern(expr: Expr, sizes: Sizes, key_starts: Sequence[int]) -> PatternPlan:
     """Compile an expression for a call; batch rows and heads that mean the same share one result."""
     by_batch, by_head = axis_sizes(expr)
-    by_batch = by_batch or len(set(query_starts)) > 1 or len(set(key_starts)) > 1
-    index = np.zeros((batch if by_batch else min(batch, 1), heads if by_head else min(heads, 1)), dtype=np.int32)
+    by_batch = by_batch or len(set(sizes.offsets)) > 1 or len(set(key_starts)) > 1
+    rows, columns = sizes.batch if by_batch else min(sizes.batch, 1), sizes.heads if by_head else min(sizes.heads, 1)
+    index = np.zeros((rows, columns), dtype=np.int32)
     members: dict[tuple[object, ...], tuple[int, Compiled]] = {}
-    for b in range(index.shape[0]):
-        extent = Extent(queries, keys, query_starts[b % len(query_starts)], key_starts[b % len(key_starts)])
-        for h in range(index.shape[1]):
-            bound_expr = specialise(expr, b, h, extent)
-            key = (bound_expr.key, extent)
-            if key not in members:
-                members[key] = len(members), _CACHE.compiled(bound_expr, extent)
-            index[b, h] = members[key][0]
-    return PatternPlan(tuple(compiled for _, compiled in members.values()), index, batch, heads)
+    for b, h in np.ndindex(rows, columns):
+        start, key_start = sizes.offsets[b % len(sizes.offsets)], key_starts[b % len(key_starts)]
+        extent = Extent(sizes.queries, sizes.keys, start, key_start)
+        bound_expr = specialise(expr, b, h, extent)
+        key = (bound_expr.key, extent)
+        if key not in members:
+            members[key] = len(members), _CACHE.compiled(bound_expr, extent)
+        index[b, h] = members[key][0]
+    return PatternPlan(tuple(compiled for _, compiled in members.values()), index, sizes.batch, sizes.heads)
 
 
 def compile_expr(expr: Expr, extent: Extent) -> Compiled:

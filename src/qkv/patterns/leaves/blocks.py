@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from qkv.errors import MaskError, message
-from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tiles, Unbound
+from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tabled, Tiles, Unbound
 from qkv.patterns.leaves.keys import digest
 from qkv.philox import philox
 
@@ -88,7 +88,7 @@ class BlockRows(Leaf):
 
 
 @dataclass(frozen=True, eq=False)
-class BlockLayout(Unbound):
+class BlockLayout(Tabled):
     """keep[b, h, block of i, block of j]; bool (B or 1, H or 1, rows, columns)."""
 
     keep: np.ndarray
@@ -102,14 +102,6 @@ class BlockLayout(Unbound):
     def bound(self) -> list[list[BlockRows]]:
         """The lists of each batch row and head."""
         return [[BlockRows(self.size, *map(np.asarray, np.nonzero(layout))) for layout in row] for row in self.keep]
-
-    @property
-    def batch(self) -> int | None:
-        return self.keep.shape[0] if self.keep.shape[0] > 1 else None
-
-    @property
-    def heads(self) -> int | None:
-        return self.keep.shape[1] if self.keep.shape[1] > 1 else None
 
     def check(self, sizes: Sizes) -> None:
         for axis, size, have in (("B", sizes.batch, self.batch), ("H", sizes.heads, self.heads)):

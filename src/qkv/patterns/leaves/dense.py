@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from qkv.errors import MaskError, message
-from qkv.patterns.leaf import Expr, Extent, Leaf, Sizes, Unbound
+from qkv.patterns.leaf import Expr, Extent, Leaf, Sizes, Tabled, Unbound
 from qkv.patterns.leaves.keys import digest
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class DenseMask(Unbound):
+class DenseMask(Tabled):
     """keep[b, h, row of the call, key of the call]; bool (B or 1, H or 1, L or 1, S or 1)."""
 
     keep: np.ndarray
@@ -27,14 +27,6 @@ class DenseMask(Unbound):
     @cached_property
     def key(self) -> tuple[object, ...]:
         return ("mask", self.keep.shape, digest(self.keep))
-
-    @property
-    def batch(self) -> int | None:
-        return self.keep.shape[0] if self.keep.shape[0] > 1 else None
-
-    @property
-    def heads(self) -> int | None:
-        return self.keep.shape[1] if self.keep.shape[1] > 1 else None
 
     def check(self, sizes: Sizes) -> None:
         wanted = {"B": sizes.batch, "H": sizes.heads, "L": sizes.queries, "S": sizes.keys}
