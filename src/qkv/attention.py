@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import overload
@@ -228,4 +229,4 @@ def _flat_batch(keep: Tensor, leading: tuple[int, ...]) -> Tensor:
     if any(size not in (1, whole) for size, whole in zip(sizes, leading, strict=True)):
         holds = f"`attn_mask` must broadcast to the batch axes {list(leading)}"
         raise MaskError(message(holds, f"its own are {list(sizes)}", "use 1 or all on each"))
-    return keep.expand(*leading, *keep.shape[-3:]).reshape(-1, *keep.shape[-3:])
+    return keep.expand(*leading, *keep.shape[-3:]).reshape(math.prod(leading), *keep.shape[-3:])
