@@ -145,7 +145,7 @@ def scaled_dot_product_attention(
     A boolean attn_mask keeps where True, a float one is added; both broadcast to (..., H, L, S). `is_causal` aligns
     top-left, and together with a mask both hold. Batch axes broadcast. Unlike torch's, dropout follows qkv's rule.
     """
-    with in_call(query, key, value, None):
+    with in_call(query, key, value, None, named={"`bias`": "`attn_mask`", "`mask(keep=)`": "`attn_mask`"}):
         views, axes = view_inputs(query, key, value, "BHLD", broadcast=True)
         if axes.kv_heads not in (axes.heads, 1) and not enable_gqa:
             seen = f"query has H = {axes.heads}, key has G = {axes.kv_heads}"

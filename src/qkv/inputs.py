@@ -6,7 +6,7 @@ The tensors themselves are checked in `qkv.shapes`; which option goes where is `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
@@ -41,15 +41,23 @@ _ROWS_HOLDS = '`weights` of AuxRequest must be a bool, "mean", or query rows as 
 
 
 @contextmanager
-def in_call(query: object, key: object, value: object, pattern: object) -> Iterator[None]:
-    """Adds to an error which call it came from: for the outermost public functions, so that inner texts stay short."""
+def in_call(
+    query: object, key: object, value: object, pattern: object, *, named: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Adds to an error which call it came from: for the outermost public functions, so that inner texts stay short.
+
+    `named` says what the caller wrote where our text names an argument that it was turned into.
+    """
     try:
         yield
     except QkvError as error:
         shown = str(pattern) if pattern is None or isinstance(pattern, Pattern) else describe(pattern)
         shown = shown if len(shown) <= LONGEST_SHOWN else f"{shown[: LONGEST_SHOWN - 1]}…"
         call = f"query {describe(query)}, key {describe(key)}, value {describe(value)}, pattern {shown}"
-        error.args = (f"{error} (in a call with {call})",)
+        text = str(error)
+        for ours, theirs in (named or {}).items():
+            text = text.replace(ours, theirs)
+        error.args = (f"{text} (in a call with {call})",)
         raise
 
 

@@ -171,3 +171,10 @@ def test_a_backend_from_the_environment_is_named_in_the_error():
     q, k, v = inputs()
     with override("QKV_BACKEND", "sdpa"), pytest.raises(UnsupportedError, match="`QKV_BACKEND` 'sdpa' must"):
         qkv.attention(q, k, v, softcap=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
+def test_torch_signature_names_its_own_argument_in_errors(dtype):
+    q, k, v = inputs(5)
+    with pytest.raises(qkv.errors.QkvError, match="`attn_mask` must broadcast"):
+        qkv.scaled_dot_product_attention(q, k, v, torch.ones(5, 7, dtype=dtype))
