@@ -319,7 +319,7 @@ def test_no_batch_rows_or_heads_make_an_empty_plan():
 
 
 MILLION = 1 << 20
-TILES = {  # at L = S = 1,048,576: parts and tiles, as schedule.md section 5 has them
+TILES = {  # at L = S = 1,048,576: parts and tiles, as an independent prototype counted them
     "causal() & window(255)": (1, 81_910),
     "strided(1024)": (2, 417_656),
     "fixed(1024)": (2, 278_272),

@@ -136,7 +136,7 @@ def specialise(expr: Expr, b: int, h: int, extent: Extent) -> Expr:
 
 def substitute(expr: Expr, test: Callable[[Leaf], bool], value: bool) -> Expr:
     """The expression with every leaf that passes the test replaced by a constant."""
-    return rebuild(expr, lambda leaf: Const(value) if test(leaf) else leaf)
+    return rebuild(expr, lambda leaf: (ALL if value else NONE) if test(leaf) else leaf)
 
 
 def polarity(expr: Expr, key: tuple[object, ...], positive: bool = True) -> set[bool]:

@@ -24,7 +24,14 @@ def bound(expr: Expr, queries: Axis, keys: Axis) -> Bounds:
     segments = queries.segments()
     universe = _leaf_bounds(Intervals.everything(len(segments.block)), None, segments, keys)
 
+    known: dict[tuple[object, ...], Bounds] = {}  # splitting repeats subtrees
+
     def walk(node: Expr) -> Bounds:
+        if node.key not in known:
+            known[node.key] = work_out(node)
+        return known[node.key]
+
+    def work_out(node: Expr) -> Bounds:
         if isinstance(node, Leaf):
             return _leaf_bounds(*node.intervals(segments.low, segments.high), segments, keys)
         if isinstance(node, Const):
