@@ -143,7 +143,8 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention, signature and meaning, on qkv's backends.
 
     A boolean attn_mask keeps where True, a float one is added; both broadcast to (..., H, L, S). `is_causal` aligns
-    top-left, and together with a mask both hold. Batch axes broadcast. Unlike torch's, dropout follows qkv's rule.
+    top-left, and together with a mask both hold. Batch axes broadcast. Unlike torch's, dropout follows qkv's rule, and
+    inputs of three axes have no heads to group: they are (B, L, D).
     """
     with in_call(query, key, value, None, named={"`bias`": "`attn_mask`", "`mask(keep=)`": "`attn_mask`"}):
         views, axes = view_inputs(query, key, value, "BHLD", broadcast=True)
