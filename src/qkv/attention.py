@@ -19,7 +19,7 @@ from qkv.patterns.given import mask
 from qkv.patterns.named import causal
 from qkv.patterns.pattern import Pattern
 from qkv.problem import Problem, Tensors
-from qkv.question import Question, ask
+from qkv.question import Question, as_autocast_does, ask
 from qkv.scores import Alibi, Relative
 from qkv.shapes import check_dense, values_can_be_seen, view_inputs
 from qkv.types import AuxOutput, AuxRequest, Layout
@@ -147,6 +147,7 @@ def scaled_dot_product_attention(
     inputs of three axes have no heads to group: they are (B, L, D).
     """
     with in_call(query, key, value, None, named={"`bias`": "`attn_mask`", "`mask(keep=)`": "`attn_mask`"}):
+        query, key, value = as_autocast_does(query, key, value)
         views, axes = view_inputs(query, key, value, "BHLD", broadcast=True)
         if axes.kv_heads not in (axes.heads, 1) and not enable_gqa:
             seen = f"query has H = {axes.heads}, key has G = {axes.kv_heads}"

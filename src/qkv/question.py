@@ -76,7 +76,7 @@ def ask(
     without heads (H = 1), 4-D in the order that `layout` names; axes before these are flattened into B.
     `broadcast` expands batch and head axes of size 1 as torch's own function does; otherwise they must agree.
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = as_autocast_does(query, key, value)
     views, axes = view_inputs(query, key, value, layout, broadcast=broadcast)
     scale = read_scale(scale, axes.head_dim)
     softcap = read_softcap(softcap)
@@ -112,7 +112,7 @@ def ask(
     return Question(problem, tensors, views)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def as_autocast_does(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What torch's own function does under autocast: inputs but float64 take the autocast type."""
     if not all(isinstance(t, Tensor) and t.is_floating_point() for t in tensors):
         return tensors

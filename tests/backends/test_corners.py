@@ -100,6 +100,14 @@ def test_plan_sees_autocast():
         assert qkv.plan(q, k.bfloat16(), v).problem.dtype == torch.bfloat16
 
 
+def test_torch_signature_takes_mixed_types_under_autocast():
+    q, k, v = inputs(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = qkv.scaled_dot_product_attention(q, k.bfloat16(), v, attn_mask=torch.ones(12, 12).bool())
+    cast = qkv.attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    assert torch.equal(mixed, cast)
+
+
 @BOTH
 def test_a_wide_finite_bias_stays_finite(backend):
     q, k, v = inputs(dtype=torch.float32)
