@@ -23,11 +23,8 @@ BACKENDS: tuple[Backend, ...] = (
     Sdpa(),
     Reference(),
 )
-AUTOMATIC = (
-    "cpu",
-    "triton",
-    "blockwise",
-)  # what "auto" tries, in this order: never by speed, so bits do not depend on sizes
+# What "auto" tries, in this order: never by speed, so that bits do not depend on sizes.
+AUTOMATIC = ("cpu", "triton", "blockwise")
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,11 @@ class Problem:
     aux: AuxRequest = field(default_factory=AuxRequest)
 
     @property
+    def group_size(self) -> int:
+        """How many query heads read one key head: H / G."""
+        return self.heads // self.kv_heads
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """What scores and sums are computed in: float64 for float64 inputs, float32 for all others."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32

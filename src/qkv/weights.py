@@ -46,11 +46,12 @@ def _weights(problem: Problem, tensors: Tensors) -> Tensor:
     return _rows(problem, tensors, list(asked))
 
 
+@torch.no_grad()
 def _top_k(problem: Problem, tensors: Tensors, k: int) -> TopK:
     """The k largest of each row, without gradient; a stable sort puts the smaller key first among equals."""
     values, indices = [], []
     for rows in _chunks(problem.queries):
-        ordered = torch.sort(_rows(problem, tensors, rows).detach(), dim=-1, descending=True, stable=True)
+        ordered = torch.sort(_rows(problem, tensors, rows), dim=-1, descending=True, stable=True)
         values.append(ordered.values[..., :k].to(problem.dtype, copy=True))  # a view would keep all S weights
         indices.append(ordered.indices[..., :k].clone())
     return TopK(torch.cat(values, dim=2), torch.cat(indices, dim=2))

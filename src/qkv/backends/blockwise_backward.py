@@ -59,30 +59,29 @@ def backward(
     delta = (grad_output * outcome.output.to(wide)).sum(dim=-1) - grad_lse
     delta = torch.where(outcome.lse == NEG_INF, 0.0, delta)
     row_values = RowValues(grad_output / outcome.total[..., None], outcome.shift, delta / outcome.total)
-    share = problem.heads // max(problem.kv_heads, 1)
-    for block in (block for strip in rectangles(plan, share) for block in strip):
+    for block in (block for strip in rectangles(plan, problem.group_size) for block in strip):
         for part in plan.members[block.member].parts:
             scene = Scene.of(problem, tensors, block, part, seed, careful=careful)
-            _part(scene, row_values, sums, share)
+            _part(scene, row_values, sums)
     if sums.sinks is not None and tensors.sinks is not None:
         weight = torch.exp(tensors.sinks.to(wide)[:, None] - outcome.shift)
         sums.sinks.copy_(-(weight * row_values.delta).sum(dim=(0, 2)))
     return Gradients(*(s if s is None or t is None else s.to(t.dtype) for s, t in zip(sums, tensors, strict=True)))
 
 
-def _part(scene: Scene, row_values: RowValues, sums: Gradients, share: int) -> None:
+def _part(scene: Scene, row_values: RowValues, sums: Gradients) -> None:
     """Add one part's share to the sums."""
     block = scene.block
     ours = RowValues(*(part[block.batch, block.heads] for part in row_values))
     if scene.query_rows is not None:
         ours = RowValues(*(part.index_select(2, scene.query_rows) for part in ours))
-    kv = slice(block.heads.start // share, -(-block.heads.stop // share))
+    kv_heads = block.kv_heads(scene.problem.group_size)
     query, key, value = (
         _Sum(total[block.batch, heads], rows)  # type: ignore[index]
         for total, heads, rows in (
             (sums.query, block.heads, scene.query_rows),
-            (sums.key, kv, scene.key_rows),
-            (sums.value, kv, scene.key_rows),
+            (sums.key, kv_heads, scene.key_rows),
+            (sums.value, kv_heads, scene.key_rows),
         )
     )
     for group in scene.walk.groups():
@@ -120,6 +119,7 @@ def _group(
 ) -> None:
     query = scene.scaled_query(group.rows)
     shared_query, shared_grad = scene.share(query), scene.share(rows.grad_output)
+    clean_query = finite_part(shared_query) if scene.careful else shared_query
     grad_query = torch.zeros_like(query)
     for step in group.steps:
         key, value = scene.keys(step), scene.values(step)
@@ -137,10 +137,9 @@ def _group(
         if bias_sum is not None:
             _add_bias(scene, group.rows, step, grad_scores, bias_sum)
         grad_raw = scene.share(_through_softcap(scene.problem, scores, grad_scores))
-        if scene.careful:
-            key, shared_query = finite_part(key), finite_part(shared_query)
-        grad_query = grad_query + scene.unshare(grad_raw @ key, query.shape[2])
-        key_sum.add(step.keys, grad_raw.transpose(-1, -2) @ shared_query)
+        clean_key = finite_part(key) if scene.careful else key
+        grad_query = grad_query + scene.unshare(grad_raw @ clean_key, query.shape[2])
+        key_sum.add(step.keys, grad_raw.transpose(-1, -2) @ clean_query)
     query_sum.add(group.rows, grad_query * scene.problem.scale)
 
 
@@ -162,8 +161,7 @@ def _transposed_product(scene: Scene, weights: Tensor, shared_grad: Tensor, seen
     transposed = scene.share(weights).transpose(-1, -2)
     if not scene.careful:
         return transposed @ shared_grad
-    mask = torch.ones_like(weights, dtype=torch.bool) if seen is None else seen.expand(weights.shape)
-    return careful_product(transposed, shared_grad, scene.share(mask).transpose(-1, -2))
+    return careful_product(transposed, shared_grad, scene.shared_seen(weights, seen).transpose(-1, -2))
 
 
 def _add_bias(scene: Scene, rows: slice, step: Step, grad: Tensor, total: Tensor) -> None:

@@ -56,9 +56,8 @@ class State(NamedTuple):
 
 def forward(problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int, *, careful: bool) -> Outcome:
     """Attention of the whole call, rectangle by rectangle."""
-    share = problem.heads // max(problem.kv_heads, 1)
     strips = []
-    for strip in rectangles(plan, share):
+    for strip in rectangles(plan, problem.group_size):
         pieces = [_rectangle(problem, tensors, plan, block, seed, careful=careful) for block in strip]
         strips.append(_join(pieces, 1))
     if strips:
@@ -186,8 +185,7 @@ def _product(scene: Scene, weights: Tensor, value: Tensor, seen: Tensor | None) 
     """weights (b, h, l, s) times values (b, g, s, V); with care, a NaN reaches only the rows that see it."""
     shared = scene.share(weights)
     if scene.careful:
-        mask = torch.ones_like(weights, dtype=torch.bool) if seen is None else seen.expand(weights.shape)
-        return scene.unshare(careful_product(shared, value, scene.share(mask)), weights.shape[2])
+        return scene.unshare(careful_product(shared, value, scene.shared_seen(weights, seen)), weights.shape[2])
     return scene.unshare(shared @ value, weights.shape[2])
 
 

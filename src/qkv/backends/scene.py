@@ -52,8 +52,7 @@ class Scene:
     @classmethod
     def of(cls, problem: Problem, tensors: Tensors, block: Block, part: Part, seed: int, *, careful: bool) -> Scene:
         """Cut the rectangle out, as views, and bring it into the part's order."""
-        share = problem.heads // max(problem.kv_heads, 1)
-        kv_heads = slice(block.heads.start // share, -(-block.heads.stop // share))
+        kv_heads = block.kv_heads(problem.group_size)
         query_rows, key_rows = (slot_rows(axis, problem.device) for axis in (part.queries, part.keys))
         query = take_slots(tensors.query[block.batch, block.heads], query_rows)
         key, value = (take_slots(t[block.batch, kv_heads], key_rows) for t in (tensors.key, tensors.value))
@@ -90,6 +89,10 @@ class Scene:
         if heads == kv_heads:
             return tensor
         return tensor.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+
+    def shared_seen(self, weights: Tensor, seen: Tensor | None) -> Tensor:
+        """Which of a step's weights (b, h, l, s) are seen (None: all), in the shape of `share`."""
+        return self.share(torch.ones_like(weights, dtype=torch.bool) if seen is None else seen.expand(weights.shape))
 
     def unshare(self, tensor: Tensor, rows: int) -> Tensor:
         """The inverse: (b, g, h/g · l, w) -> (b, h, l, w)."""

@@ -60,6 +60,10 @@ class Block(NamedTuple):
     heads: slice
     member: int
 
+    def kv_heads(self, group_size: int) -> slice:
+        """The key heads that its query heads read."""
+        return slice(self.heads.start // group_size, -(-self.heads.stop // group_size))
+
 
 def rectangles(plan: PatternPlan, kv_share: int) -> list[list[Block]]:
     """Batch rows and heads cut so that each rectangle has one plan and whole groups of query heads,
