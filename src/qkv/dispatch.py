@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from qkv.backends.absent import Absent
 from qkv.backends.base import Backend
 from qkv.backends.blockwise import Blockwise
+from qkv.backends.cpu import Cpu
 from qkv.backends.reference import Reference
 from qkv.backends.sdpa import Sdpa
 from qkv.errors import UnsupportedError, message, unknown_name
@@ -16,7 +17,7 @@ from qkv.problem import Problem
 from qkv.settings import BACKEND, read
 
 BACKENDS: tuple[Backend, ...] = (
-    Absent("cpu", "the native CPU core is not part of this version"),
+    Cpu(),
     Absent("triton", "the GPU kernels are not part of this version"),
     Absent("flex", "running through torch's flex_attention is not part of this version"),
     Blockwise(),

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from qkv.backends import extension
 from qkv.dispatch import BACKENDS
 from qkv.settings import SETTINGS, read
 from qkv.version import __version__
@@ -41,6 +42,16 @@ class Machine:
     torch_capability: str
     instruction_sets: tuple[str, ...] | None  # None where the operating system does not list them
     threads: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeCore:
+    """The compiled part: why it cannot be used, or what it can do here."""
+
+    missing: str | None
+    abi: int | None = None
+    instruction_sets: tuple[str, ...] = ()  # that it was built for and this processor has, best first
+    in_use: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +86,7 @@ class Info:
 
     versions: dict[str, str]
     machine: Machine
+    native: NativeCore
     devices: tuple[str, ...]
     backends: tuple[BackendRow, ...]  # in order of preference
     optional: tuple[OptionalRow, ...]
@@ -97,6 +109,7 @@ def info() -> Info:
             instruction_sets=_instruction_sets(),
             threads=torch.get_num_threads(),
         ),
+        native=_native(),
         devices=devices(),
         backends=tuple(BackendRow(name=backend.name, unavailable=backend.unavailable) for backend in BACKENDS),
         optional=tuple(
@@ -104,6 +117,14 @@ def info() -> Info:
         ),
         settings=tuple(SettingRow(name=one.name, value=str(read(one)), meaning=one.meaning) for one in SETTINGS),
     )
+
+
+def _native() -> NativeCore:
+    if extension.MISSING is not None:
+        return NativeCore(missing=extension.MISSING)
+    core = extension.native
+    sets = tuple(core.available_isas())
+    return NativeCore(missing=None, abi=core.ABI, instruction_sets=sets, in_use=core.isa())
 
 
 def devices() -> tuple[str, ...]:

@@ -48,7 +48,14 @@ PLAN_CACHE_MB = Setting(
     meaning="how much memory compiled block schedules may take before the oldest are dropped",
     parse=_whole_number,
 )
-SETTINGS: tuple[Setting[object], ...] = (BACKEND, PLAN_CACHE_MB)
+ISA = Setting(
+    name="QKV_ISA",
+    default="auto",
+    valid="auto, avx512, avx2, v2, neon",
+    meaning="the instruction set of the native core, read when it is loaded",
+    parse=_one_of("auto", "avx512", "avx2", "v2", "neon"),
+)
+SETTINGS: tuple[Setting[object], ...] = (BACKEND, PLAN_CACHE_MB, ISA)
 
 _overrides: ContextVar[Mapping[str, str]] = ContextVar("qkv_settings")
 

@@ -27,6 +27,31 @@ class Result(NamedTuple):
     entropy: Tensor | None = None  # (B, H, L)
 
 
+class Outcome(NamedTuple):
+    """What a forward pass leaves for the backward pass: output (B, H, L, V) in the inputs' type; all others (B, H, L)
+    in the compute type.
+
+    A weight is exp(score - shift) / total: lse = shift + ln(total) would lose the sum beside large scores.
+    """
+
+    output: Tensor
+    lse: Tensor
+    shift: Tensor
+    total: Tensor
+    max_scores: Tensor | None  # the last two are sure to be there only where asked for
+    entropy: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Gradients in the order of `Tensors`; None for what is not there or not wanted."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
 class Cost(NamedTuple):
     """What a backend would do for a problem, forward; bytes count the tensors it reads, writes and holds."""
 

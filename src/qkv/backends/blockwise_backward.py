@@ -12,22 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.backends.base import NEG_INF, Rows, careful_product, finite_part, take
-from qkv.backends.blockwise_forward import Outcome, exp_below
+from qkv.backends.base import NEG_INF, Gradients, Outcome, Rows, careful_product, finite_part, take
+from qkv.backends.online import exp_below
 from qkv.backends.scene import Scene, Scores
 from qkv.backends.walk import Group, Step, rectangles
 from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
-
-
-class Gradients(NamedTuple):
-    """Gradients in the order of `Tensors`; None for what is not there or not wanted."""
-
-    query: Tensor | None
-    key: Tensor | None
-    value: Tensor | None
-    bias: Tensor | None
-    sinks: Tensor | None
 
 
 class RowValues(NamedTuple):
@@ -48,15 +38,18 @@ def backward(
     seed: int,
     outcome: Outcome,
     grad_output: Tensor,
-    grad_lse: Tensor,
+    grad_lse: Tensor | None,
+    wanted: tuple[bool, ...],
     *,
     careful: bool,
 ) -> Gradients:
-    """All gradients of one call, in the inputs' types."""
+    """The gradients of one call that are wanted, in the inputs' types."""
     wide = problem.compute_dtype
-    sums = Gradients(*(None if t is None else torch.zeros(t.shape, dtype=wide, device=t.device) for t in tensors))
+    grown = [t if needed or place < 3 else None for place, (t, needed) in enumerate(zip(tensors, wanted, strict=True))]
+    sums = Gradients(*(None if t is None else torch.zeros(t.shape, dtype=wide, device=t.device) for t in grown))
     grad_output = grad_output.to(wide)
-    delta = (grad_output * outcome.output.to(wide)).sum(dim=-1) - grad_lse
+    delta = (grad_output * outcome.output.to(wide)).sum(dim=-1)
+    delta = delta if grad_lse is None else delta - grad_lse
     delta = torch.where(outcome.lse == NEG_INF, 0.0, delta)
     row_values = RowValues(grad_output / outcome.total[..., None], outcome.shift, delta / outcome.total)
     for block in (block for strip in rectangles(plan, problem.group_size) for block in strip):
@@ -66,7 +59,8 @@ def backward(
     if sums.sinks is not None and tensors.sinks is not None:
         weight = torch.exp(tensors.sinks.to(wide)[:, None] - outcome.shift)
         sums.sinks.copy_(-(weight * row_values.delta).sum(dim=(0, 2)))
-    return Gradients(*(s if s is None or t is None else s.to(t.dtype) for s, t in zip(sums, tensors, strict=True)))
+    asked = zip(sums, tensors, wanted, strict=True)
+    return Gradients(*(s.to(t.dtype) if needed and s is not None and t is not None else None for s, t, needed in asked))
 
 
 def _part(scene: Scene, row_values: RowValues, sums: Gradients) -> None:

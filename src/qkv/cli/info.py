@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from qkv.info import Info, info
+from qkv.info import Info, NativeCore, info
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +34,7 @@ def render(found: Info) -> str:
             "torch compiles for": machine.torch_capability,
             "threads": str(machine.threads),
         },
+        "native core": _native_rows(found.native, machine.threads),
         "devices": dict.fromkeys(found.devices, "seen by torch"),
         "backends": {
             row.name: "available" if row.unavailable is None else f"not available: {row.unavailable}"
@@ -43,6 +44,16 @@ def render(found: Info) -> str:
         "settings": {row.name: f"{row.value}, {row.meaning}" for row in found.settings},
     }
     return "\n\n".join(_block(title, rows) for title, rows in blocks.items())
+
+
+def _native_rows(native: NativeCore, threads: int) -> dict[str, str]:
+    if native.missing is not None:
+        return {"available": f"no: {native.missing}"}
+    return {
+        "available": f"yes, ABI {native.abi}",
+        "instruction sets": " ".join(native.instruction_sets),
+        "in use": f"{native.in_use}, {threads} threads" if threads > 1 else f"{native.in_use}, 1 thread",
+    }
 
 
 def _block(title: str, rows: dict[str, str]) -> str:

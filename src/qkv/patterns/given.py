@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from qkv.errors import DTypeError, MaskError, ShapeError, ValueOutOfRange, message, unknown_name
 from qkv.patterns.arguments import booleans, integers, length
+from qkv.patterns.leaf import Expr
 from qkv.patterns.leaves.blocks import BlockLayout
 from qkv.patterns.leaves.dense import DenseMask, Predicate, Where
 from qkv.patterns.leaves.documents import Documents
-from qkv.patterns.leaves.keys import BatchedKeys, KeyLengths, digest
+from qkv.patterns.leaves.keys import BatchedKeys, KeyLengths
 from qkv.patterns.pattern import Pattern
+from qkv.patterns.writing import constructor, registered
 
 
+@constructor
 def documents(
     ids: Sequence[int] | Tensor | None = None, *, cu_seqlens: Sequence[int] | Tensor | None = None
 ) -> Pattern:
@@ -32,21 +36,24 @@ def documents(
             )
         )
     array = integers("ids", ids, ndim=(1, 2)) if ids is not None else _ids_from_boundaries(cu_seqlens)
-    return Pattern(Documents(array), f"documents({_placeholder('ids', array)})")
+    return _holding(Documents(array), "documents({ids})", array)
 
 
+@constructor
 def key_lengths(lengths: Sequence[int] | Tensor) -> Pattern:
     """j < lengths[b]: batch row b has lengths[b] real keys; lengths (B,)."""
     array = integers("lengths", lengths, ndim=(1,))
-    return Pattern(KeyLengths(array), f"key_lengths({array.tolist()})")
+    return _holding(KeyLengths(array), "key_lengths({lengths})", array)
 
 
+@constructor
 def key_padding(keep: Tensor) -> Pattern:
     """keep[b, j]: which keys of each batch row are real; bool (B, S), True keeps."""
     array = booleans("keep", keep, (2,), "(B, S)")
-    return Pattern(BatchedKeys(array, "key_padding(keep=)"), f"key_padding({_placeholder('keep', array)})")
+    return _holding(BatchedKeys(array, "key_padding(keep=)"), "key_padding({keep})", array)
 
 
+@constructor
 def mask(keep: Tensor, *, axes: Literal["BLS", "HLS"] | None = None) -> Pattern:
     """keep[b, h, i, j]: any boolean mask, True keeps; rows are the call's rows.
 
@@ -70,9 +77,10 @@ def mask(keep: Tensor, *, axes: Literal["BLS", "HLS"] | None = None) -> Pattern:
         array[None, None] if array.ndim == 2 else array if array.ndim == 4 else np.expand_dims(array, axes == "BLS")
     )
     named = f", axes={axes!r}" if axes else ""
-    return Pattern(DenseMask(spread), f"mask({_placeholder('keep', array)}{named})")
+    return _holding(DenseMask(spread), f"mask({{keep}}{named})", array)
 
 
+@constructor
 def blocks(keep: Tensor, block_size: int) -> Pattern:
     """keep[block of i, block of j]: any layout of blocks, for all or per batch row and head;
     blocks count absolute positions.
@@ -82,9 +90,10 @@ def blocks(keep: Tensor, block_size: int) -> Pattern:
     array = booleans("keep", keep, (2, 4), "(rows, columns) or (B, H, rows, columns) of blocks")
     size = length("block_size", block_size, 1)
     layout = BlockLayout(array if array.ndim == 4 else array[None, None], size)
-    return Pattern(layout, f"blocks({_placeholder('keep', array)}, {size})")
+    return _holding(layout, f"blocks({{keep}}, {size})", array)
 
 
+@registered
 def where(fn: Predicate) -> Pattern:
     """fn(b, h, i, j) -> bool on int64 index tensors that broadcast to (B, H, L, S); asked tile by tile, every tile.
 
@@ -96,9 +105,9 @@ def where(fn: Predicate) -> Pattern:
     return Pattern(Where(fn), f"where(<{getattr(fn, '__name__', type(fn).__name__)}>)")
 
 
-def _placeholder(name: str, array: np.ndarray) -> str:
-    sizes = "x".join(map(str, array.shape))
-    return f"<{name} {sizes} {digest(array)[:8]}>"
+def _holding(expr: Expr, form: str, array: np.ndarray) -> Pattern:
+    """A pattern whose form has one place, for the tensor that the array is."""
+    return Pattern(expr, form, tensors=(torch.from_numpy(array),))
 
 
 def _ids_from_boundaries(boundaries: Sequence[int] | Tensor | None) -> np.ndarray:

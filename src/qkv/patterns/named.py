@@ -17,16 +17,19 @@ from qkv.patterns.leaves.documents import Documents
 from qkv.patterns.leaves.grid import Neighborhood, OnImage
 from qkv.patterns.leaves.keys import Keys, PeriodicKeys, Rows, runs_of
 from qkv.patterns.leaves.offsets import Congruent, Offsets
-from qkv.patterns.pattern import Align, Pattern, common_align
+from qkv.patterns.pattern import Align, Pattern, combine
+from qkv.patterns.writing import constructor, registered
 
 CAUSAL = Offsets(0, FAR)
 
 
+@registered
 def full() -> Pattern:
     """Every pair: j is any key."""
     return Pattern(ALL, "full()")
 
 
+@registered
 def causal(align: Align | None = None) -> Pattern:
     """No key after the query: j <= i.
 
@@ -39,6 +42,7 @@ def causal(align: Align | None = None) -> Pattern:
     return Pattern(CAUSAL, f"causal(align={align!r})" if align else "causal()", align)
 
 
+@constructor
 def window(left: int | None, right: int | None = 0) -> Pattern:
     """i - left <= j <= i + right: left + 1 + right keys, the query's own included. None: no bound on that side."""
     low = -FAR if right is None else -length("right", right, 0)
@@ -47,11 +51,13 @@ def window(left: int | None, right: int | None = 0) -> Pattern:
     return Pattern(Offsets(low, high), text)
 
 
+@constructor
 def sliding_window(size: int) -> Pattern:
     """i - size < j <= i: causal, exactly `size` keys, the query's own included."""
     return Pattern(Offsets(0, length("size", size, 1) - 1), f"sliding_window({size})")
 
 
+@constructor
 def dilated(left: int, right: int = 0, *, dilation: int) -> Pattern:
     """j = i + m·dilation with -left <= m <= right: every dilation-th key of a window."""
     left, right, dilation = length("left", left, 0), length("right", right, 0), length("dilation", dilation, 1)
@@ -60,6 +66,7 @@ def dilated(left: int, right: int = 0, *, dilation: int) -> Pattern:
     return Pattern(conj(Congruent(dilation), reach), f"dilated({sides}, dilation={dilation})")
 
 
+@constructor
 def strided(stride: int) -> Pattern:
     """j <= i and (i - j < stride or (i - j) mod stride = 0): O(L·sqrt L) at stride ~ sqrt L.
 
@@ -68,11 +75,13 @@ def strided(stride: int) -> Pattern:
     return Pattern(_strided(length("stride", stride, 1)), f"strided({stride})")
 
 
+@constructor
 def sparse_transformer(stride: int) -> Pattern:
     """The strided pattern under the name of its paper: `strided(stride)`."""
     return Pattern(_strided(length("stride", stride, 1)), f"sparse_transformer({stride})")
 
 
+@constructor
 def fixed(block: int, summary: int = 1) -> Pattern:
     """j <= i and (the same block of `block` tokens, or j mod block >= block - summary: the block's last keys,
     seen by all later).
@@ -92,17 +101,20 @@ def fixed(block: int, summary: int = 1) -> Pattern:
     return Pattern(conj(CAUSAL, seen), f"fixed({block})" if summary == 1 else f"fixed({block}, {summary})")
 
 
+@constructor
 def global_tokens(tokens: int | Sequence[int] | Tensor) -> Pattern:
     """Chosen tokens see all keys and are seen by all queries: i or j is one of them. An int n means the first n."""
     expr, text = _global(tokens)
     return Pattern(expr, f"global_tokens({text})")
 
 
+@constructor
 def prefix(n: int) -> Pattern:
     """j < n: the first n keys, for every query; `causal() | prefix(n)` is the prefix-LM."""
     return Pattern(_first_keys(length("n", n, 0)), f"prefix({n})")
 
 
+@constructor
 def random_blocks(count: int, block_size: int, seed: int, ahead: bool = False) -> Pattern:
     """For each block of queries, `count` distinct key blocks drawn at random among its own and earlier ones.
 
@@ -115,11 +127,13 @@ def random_blocks(count: int, block_size: int, seed: int, ahead: bool = False) -
     return Pattern(leaf, f"random_blocks({count}, {block_size}, {seed}{', ahead=True' if ahead else ''})")
 
 
+@constructor
 def block_local(size: int) -> Pattern:
     """The same block of `size` tokens: floor(i / size) = floor(j / size)."""
     return Pattern(BlockBand(length("size", size, 1), 0), f"block_local({size})")
 
 
+@constructor
 def neighborhood(shape: tuple[int, int], kernel: int) -> Pattern:
     """On a (height, width) image flattened by rows: the kernel·kernel window around i, shifted inward at the borders.
 
@@ -138,6 +152,7 @@ def neighborhood(shape: tuple[int, int], kernel: int) -> Pattern:
     return Pattern(leaf, f"neighborhood(({height}, {width}), {kernel})")
 
 
+@constructor
 def windows2d(shape: tuple[int, int], window: int, shift: int = 0) -> Pattern:
     """On an image: the same window·window tile after a cyclic shift up and left by `shift`, wrapped parts kept apart.
 
@@ -158,6 +173,7 @@ def windows2d(shape: tuple[int, int], window: int, shift: int = 0) -> Pattern:
     return Pattern(expr, text)
 
 
+@constructor
 def axial(shape: tuple[int, int], along: Literal["width", "height"]) -> Pattern:
     """On an image: the same row of pixels (along="width") or the same column (along="height")."""
     height, width = _image("axial", shape)
@@ -167,6 +183,7 @@ def axial(shape: tuple[int, int], along: Literal["width", "height"]) -> Pattern:
     return Pattern(conj(OnImage("axial", height, width), line), f"axial(({height}, {width}), {along!r})")
 
 
+@constructor
 def longformer(window: int, tokens: int | Sequence[int] | Tensor) -> Pattern:
     """|i - j| <= window // 2, or i or j is a global token.
 
@@ -177,6 +194,7 @@ def longformer(window: int, tokens: int | Sequence[int] | Tensor) -> Pattern:
     return Pattern(disj(Offsets(-half, half), seen), f"longformer({window}, {text})")
 
 
+@constructor
 def bigbird(
     window: int, tokens: int | Sequence[int] | Tensor, random_blocks: int, seed: int, block_size: int = 64
 ) -> Pattern:
@@ -193,6 +211,7 @@ def bigbird(
     return Pattern(disj(disj(near, seen), drawn), f"bigbird({window}, {text}, {count}, {seed}{tail})")
 
 
+@registered
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
     """One pattern for each query head, H in all."""
     members = list(patterns) if isinstance(patterns, Sequence) else []
@@ -200,8 +219,8 @@ def per_head(patterns: Sequence[Pattern]) -> Pattern:
         raise ShapeError(
             message("`per_head` must list at least one pattern, nothing else", f"got {patterns!r}", "list one a head")
         )
-    text = f"per_head([{', '.join(map(str, members))}])"
-    return Pattern(PerHead(tuple(member.expr for member in members)), text, common_align(*members))
+    form = f"per_head([{', '.join(member.form for member in members)}])"
+    return combine(members, form, lambda *exprs: PerHead(exprs))
 
 
 def _strided(stride: int) -> Expr:

@@ -20,6 +20,7 @@ from qkv.patterns.leaf import Expr, Extent, Leaf, Sizes
 from qkv.patterns.leaves.dense import Where
 from qkv.patterns.picture import picture
 from qkv.patterns.schedule import PatternPlan, plan_pattern
+from qkv.patterns.text import filled, read_form
 
 Align: TypeAlias = Literal["top_left", "bottom_right"]
 
@@ -36,10 +37,21 @@ class Pattern:
     query 0: `query_offset`, else what `align` says, else S - L, so that the last query stands at the last key.
     """
 
-    expr: Expr
-    text: str
+    known: Expr | None  # None: only written down so far, inside a graph that was being captured
+    form: str  # the text, with {name} in the place of each tensor
     align: Align | None = None
     operator: str = ""  # the last operation of the text, "" for a call
+    tensors: tuple[Tensor, ...] = ()
+
+    @cached_property
+    def expr(self) -> Expr:
+        """The tree that it means."""
+        return read_form(self.form, self.tensors).expr if self.known is None else self.known
+
+    @cached_property
+    def text(self) -> str:
+        """What `str` prints."""
+        return filled(self.form, self.tensors) if self.tensors else self.form
 
     def __and__(self, other: Pattern) -> Pattern:
         return _join(self, other, "&", conj)
@@ -60,7 +72,7 @@ class Pattern:
         return _join(self, other, "-", conj)
 
     def __invert__(self) -> Pattern:
-        return Pattern(neg(self.expr), f"~{self.operand_text()}", self.align, "~")
+        return combine((self,), f"~{self.operand_form()}", neg, "~")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Pattern):
@@ -85,15 +97,21 @@ class Pattern:
     def _form(self) -> Hashable:
         return canonical(self.expr), self.align
 
-    def operand_text(self, operator: str = "") -> str:
-        """The text as an operand, in parentheses wherever a reader could doubt; a left operand may chain & and |."""
+    def operand_form(self, operator: str = "") -> str:
+        """The form as an operand, in parentheses wherever a reader could doubt; a left operand may chain & and |."""
         plain = self.operator in ("", "~") or (self.operator == operator and operator in ("&", "|"))
-        return self.text if plain else f"({self.text})"
+        return self.form if plain else f"({self.form})"
 
     def check(self, *, batch: int, heads: int, queries: int, keys: int, offsets: Sequence[int]) -> None:
-        """Raise ShapeError, MaskError or ValueOutOfRange where the pattern does not fit the sizes of a call."""
-        _check_heads(self.expr, heads)
-        sizes = Sizes(batch, heads, queries, keys, tuple(offsets))
+        """Raise ShapeError, MaskError or ValueOutOfRange where the pattern does not fit the sizes of a call.
+
+        While a graph is captured nothing is known of sizes and content: then it is checked when it is planned.
+        """
+        if not torch.compiler.is_compiling():
+            self._check(Sizes(batch, heads, queries, keys, tuple(offsets)))
+
+    def _check(self, sizes: Sizes) -> None:
+        _check_heads(self.expr, sizes.heads)
         for leaf in self.expr.leaves():
             leaf.check(sizes)
 
@@ -120,8 +138,9 @@ class Pattern:
         S = L if S is None else S
         _check_lengths(L, S)
         starts = _each(self.offset(L, S) if query_offset is None else query_offset, batch)
-        self.check(batch=batch, heads=heads, queries=L, keys=S, offsets=starts)
-        return Sizes(batch, heads, L, S, starts)
+        sizes = Sizes(batch, heads, L, S, starts)
+        self._check(sizes)
+        return sizes
 
     def allowed(self, i: np.ndarray, j: np.ndarray, *, batch: int, heads: int, extents: Sequence[Extent]) -> np.ndarray:
         """Element by element, whether pairs of positions exist: bool (B or 1, H or 1, l, s).
@@ -186,7 +205,15 @@ class Pattern:
         return picture(dense[(0,) * (dense.ndim - 2)].numpy())
 
 
-def _join(a: Pattern, b: object, operator: str, combine: Callable[[Expr, Expr], Expr]) -> Pattern:
+def combine(parts: Sequence[Pattern], form: str, build: Callable[..., Expr], operator: str = "") -> Pattern:
+    """One pattern of several. While a graph is captured, or where a part is only written down, so is the whole."""
+    written = torch.compiler.is_dynamo_compiling() or any(part.known is None for part in parts)
+    known = None if written else build(*(part.expr for part in parts))
+    tensors = tuple(tensor for part in parts for tensor in part.tensors)
+    return Pattern(known, form, common_align(*parts), operator, tensors)
+
+
+def _join(a: Pattern, b: object, operator: str, build: Callable[[Expr, Expr], Expr]) -> Pattern:
     if not isinstance(b, Pattern):
         raise DTypeError(
             message(
@@ -195,12 +222,19 @@ def _join(a: Pattern, b: object, operator: str, combine: Callable[[Expr, Expr], 
                 "wrap a boolean tensor as mask(keep=...)",
             )
         )
-    if len(counts := head_counts(a.expr) | head_counts(b.expr)) > 1:
+
+    def build_checked(left: Expr, right: Expr) -> Expr:
+        _check_same_heads(left, right)
+        return build(left, right)
+
+    return combine((a, b), f"{a.operand_form(operator)} {operator} {b.operand_form()}", build_checked, operator)
+
+
+def _check_same_heads(a: Expr, b: Expr) -> None:
+    if len(counts := head_counts(a) | head_counts(b)) > 1:
         seen = f"they list {' and '.join(map(str, sorted(counts)))}"
         holds = "all `per_head` in a pattern must list the same heads"
         raise ShapeError(message(holds, seen, "list one pattern a head"))
-    text = f"{a.operand_text(operator)} {operator} {b.operand_text()}"
-    return Pattern(combine(a.expr, b.expr), text, common_align(a, b), operator)
 
 
 def common_align(*patterns: Pattern) -> Align | None:

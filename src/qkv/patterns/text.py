@@ -1,43 +1,24 @@
 """Reading a pattern's text: the Python expression that `str` prints, with constructors and literals only,
-never evaluated.
+never evaluated; and its form, the same text with {name} for each tensor, which operators of a graph carry.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
-from typing import NoReturn
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from torch import Tensor
 
 from qkv.errors import PatternSyntaxError, QkvError, message, unknown_name
-from qkv.patterns import named
-from qkv.patterns.given import key_lengths
-from qkv.patterns.pattern import Pattern
+from qkv.patterns.leaves.keys import digest
+
+if TYPE_CHECKING:
+    from qkv.patterns.pattern import Pattern
 
 LONGEST = 10_000  # characters; a text is a line that a person wrote
-CONSTRUCTORS: dict[str, Callable[..., Pattern]] = {
-    function.__name__: function
-    for function in (
-        named.full,
-        named.causal,
-        named.window,
-        named.sliding_window,
-        named.dilated,
-        named.strided,
-        named.fixed,
-        named.sparse_transformer,
-        named.global_tokens,
-        named.prefix,
-        named.random_blocks,
-        named.block_local,
-        named.neighborhood,
-        named.windows2d,
-        named.axial,
-        named.longformer,
-        named.bigbird,
-        named.per_head,
-        key_lengths,
-    )
-}
+CONSTRUCTORS: dict[str, Callable[..., Pattern]] = {}  # by name, entered by `constructor`
 CONTENT = (
     "documents",
     "key_padding",
@@ -45,6 +26,8 @@ CONTENT = (
     "blocks",
     "where",
 )  # given as tensors or functions, which a text cannot hold
+LITERAL = ("lengths", "tokens")  # tensors that print as the list of their numbers
+_PLACE = re.compile(r"\{(\w+)\}")
 
 
 def parse(text: str) -> Pattern:
@@ -58,6 +41,28 @@ def parse(text: str) -> Pattern:
         _refuse(f"a text of at most {LONGEST:,} characters", f"got {seen}", "write a pattern as str(pattern) prints it")
     if "(<" in text:
         _refuse("made of literals", "its <...> stands for a tensor or a function", "build it in Python")
+    return _read(text, None)
+
+
+def read_form(form: str, tensors: Sequence[Tensor]) -> Pattern:
+    """The pattern of a form and its tensors, in the order of their places."""
+    return _read(form, iter(tensors))
+
+
+def filled(form: str, tensors: Sequence[Tensor]) -> str:
+    """The text of a form: each tensor in its place as its sizes and a name for its content, or as its numbers."""
+    given = iter(tensors)
+
+    def shown(place: re.Match[str]) -> str:
+        name, tensor = place[1], next(given)
+        if name in LITERAL:
+            return str(tensor.tolist())
+        return f"<{name} {'x'.join(map(str, tensor.shape))} {digest(tensor.detach().cpu().numpy())[:8]}>"
+
+    return _PLACE.sub(shown, form)
+
+
+def _read(text: str, tensors: Iterator[Tensor] | None) -> Pattern:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError) as error:
@@ -65,7 +70,7 @@ def parse(text: str) -> Pattern:
     except (RecursionError, MemoryError):
         _refuse_depth()
     try:
-        return _pattern(tree)
+        return _pattern(tree, tensors)
     except RecursionError:
         _refuse_depth()
 
@@ -78,28 +83,28 @@ def _refuse(holds: str, seen: str, remedy: str) -> NoReturn:
     raise PatternSyntaxError(message(f"a pattern's text must be {holds}", seen, remedy)) from None
 
 
-def _pattern(node: ast.expr) -> Pattern:
+def _pattern(node: ast.expr, tensors: Iterator[Tensor] | None) -> Pattern:
     if isinstance(node, ast.Call):
-        return _call(node)
+        return _call(node, tensors)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        return ~_pattern(node.operand)
+        return ~_pattern(node.operand, tensors)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
-        return _pattern(node.left) & _pattern(node.right)
+        return _pattern(node.left, tensors) & _pattern(node.right, tensors)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _pattern(node.left) | _pattern(node.right)
+        return _pattern(node.left, tensors) | _pattern(node.right, tensors)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
-        return _pattern(node.left) - _pattern(node.right)
+        return _pattern(node.left, tensors) - _pattern(node.right, tensors)
     _refuse("pattern calls joined by & | - ~", f"got {_shown(node)!r}", "name a constructor with parentheses: causal()")
 
 
-def _call(node: ast.Call) -> Pattern:
+def _call(node: ast.Call, tensors: Iterator[Tensor] | None) -> Pattern:
     name = node.func.id if isinstance(node.func, ast.Name) else _shown(node.func)
-    if name in CONTENT:
+    if name in CONTENT and (tensors is None or name == "where"):
         _refuse("made of literals", f"{name}(...) holds a tensor or a function", f"build {name}(...) in Python")
     if name not in CONSTRUCTORS:
-        raise unknown_name("pattern", name, CONSTRUCTORS)
-    arguments = [_value(argument) for argument in node.args]
-    keywords = {keyword.arg: _value(keyword.value) for keyword in node.keywords if keyword.arg is not None}
+        raise unknown_name("pattern", name, CONSTRUCTORS.keys() - set(CONTENT))
+    arguments = [_value(argument, tensors) for argument in node.args]
+    keywords = {keyword.arg: _value(keyword.value, tensors) for keyword in node.keywords if keyword.arg is not None}
     if len(keywords) != len(node.keywords):
         _refuse("made of plain arguments", f"got ** in {_shown(node)!r}", "name each argument")
     try:
@@ -118,13 +123,15 @@ def _shown(node: ast.AST) -> str:
         return "a number of too many digits"
 
 
-def _value(node: ast.expr) -> object:
+def _value(node: ast.expr, tensors: Iterator[Tensor] | None) -> object:
+    if tensors is not None and isinstance(node, ast.Set):
+        return next(tensors)
     if (
         isinstance(node, ast.List)
         and node.elts
         and all(isinstance(item, ast.Call | ast.BinOp | ast.UnaryOp) for item in node.elts)
     ):
-        return [_pattern(item) for item in node.elts]
+        return [_pattern(item, tensors) for item in node.elts]
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):

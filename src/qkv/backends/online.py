@@ -1,5 +1,6 @@
-"""Blockwise forward: the online softmax, part after part into one state a row, so that merging parts is nothing
-special.
+"""Attention over a block schedule by the online softmax, part after part into one state a row, so that merging parts
+is nothing special: blockwise runs it, and every backend of ours is differentiated through it where its own gradients
+do not reach.
 
 Every operation makes a new tensor or fills one just made, so that plain autograd can differentiate it as often as
 asked.
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.backends.base import NEG_INF, careful_product
+from qkv.backends.base import NEG_INF, Outcome, careful_product
 from qkv.backends.scene import Scene
 from qkv.backends.walk import Block, Group, rectangles
 from qkv.patterns.axis import ROW
@@ -23,21 +24,7 @@ from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
 
 LOG2_E = 1.4426950408889634
-Record = TypeVar("Record", "Outcome", "State")
-
-
-class Outcome(NamedTuple):
-    """Output (B, H, L, V) in the inputs' type; all others (B, H, L) in the compute type.
-
-    A weight is exp(score - shift) / total: lse = shift + ln(total) would lose the sum beside large scores.
-    """
-
-    output: Tensor
-    lse: Tensor
-    max_scores: Tensor
-    shift: Tensor
-    total: Tensor
-    entropy: Tensor  # NaN unless asked for
+Record = TypeVar("Record", Outcome, "State")
 
 
 class State(NamedTuple):
@@ -70,7 +57,8 @@ def _join(pieces: Sequence[Record], axis: int) -> Record:
     """Records of tensors joined along an axis, field by field."""
     if len(pieces) == 1:
         return pieces[0]
-    return type(pieces[0])(*(torch.cat(parts, dim=axis) for parts in zip(*pieces, strict=True)))
+    fields = (None if parts[0] is None else torch.cat(parts, dim=axis) for parts in zip(*pieces, strict=True))
+    return type(pieces[0])(*fields)  # type: ignore[arg-type]
 
 
 def _rectangle(
@@ -204,8 +192,8 @@ def _finish(problem: Problem, state: State, sinks: Tensor | None) -> Outcome:
     total = torch.where(empty, 1.0, state.total)
     lse = torch.where(empty, NEG_INF, shift + torch.log(total))
     output = state.output / total[..., None]
-    entropy = torch.full_like(lse, float("nan"))
+    entropy = None
     if problem.aux.entropy:  # sum of p (lse - s) over the keys, whose p sum to less than 1 beside a sink
         output, energy = output[..., :-1], output[..., -1]
         entropy = (keys / total * torch.where(empty, 0.0, lse) - energy).detach()
-    return Outcome(output.to(problem.dtype), lse, max_scores, shift, total, entropy)
+    return Outcome(output.to(problem.dtype), lse, shift, total, max_scores, entropy)

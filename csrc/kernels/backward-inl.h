@@ -1,0 +1,588 @@
+// The backward pass: the weights again from the saved sums, P = 2^(score - shift) / total, and dS = P (dP - delta).
+//
+// Every number of a gradient is one chain of additions in a fixed order: query heads of a group, parts, batch rows where
+// they share it, query tiles, key blocks. Whether one thread makes all gradients of a head in one pass over its tiles,
+// or several make those of keys in one stage and those of queries in another, the chains are the same, and so the bits.
+#pragma once
+
+#include "../base/threads.h"
+#include "careful-inl.h"
+#include "scores-inl.h"
+
+extern "C" {
+void* malloc(size_t);
+void free(void*);
+}
+
+namespace {
+
+using qkv::Backward;
+using qkv::Run;
+using qkv::Status;
+using qkv::Worker;
+
+constexpr int64_t TOGETHER = 2;   // query tiles that share each block of keys
+constexpr int64_t KEY_SHARE = 8;  // key blocks that one unit of a stage owns
+
+enum Wanted : int { FOR_QUERIES = 1, FOR_KEYS = 2 };
+
+// What a unit of work covers, and which gradients it makes.
+struct Region {
+  Range batch, heads;     // of query heads
+  Range parts;
+  Range tiles, keys;      // of each part
+  int wanted;
+};
+
+// A tile's queries: scores' side by lanes, gradients' side by rows.
+template <class T>
+struct Asked {
+  T *by_lane, *by_row;            // scaled queries: (D, width), in bits, and (TILE, padded D), in natural units
+  T *grad_by_lane, *grad_by_row;  // of the output, over total: (V, width) and (TILE, padded V)
+  T* grad_query;                  // (TILE, padded D)
+  T *shift, *delta;               // (TILE); delta over total
+  int64_t tile, count, width;
+  Cursor cursor;
+};
+
+template <class T>
+struct BackwardScratch {
+  Asked<T> tiles[TOGETHER];
+  T *ones, *factors, *rows, *keys, *values, *scores, *grads, *slope, *bias, *strip, *kept, *grad_keys, *grad_values;
+  uint64_t* seen;
+  Positions* at;
+
+  BackwardScratch(const Problem& p, Arena& arena) {
+    const int64_t wide_d = padded<T>(p.head_dim), wide_v = padded<T>(p.value_dim);
+    const auto take = [&arena](int64_t count) { return arena.take<T>(count); };
+    for (Asked<T>& one : tiles) {
+      one.by_lane = take(TILE * wide_d), one.by_row = take(TILE * wide_d), one.grad_query = take(TILE * wide_d);
+      one.grad_by_lane = take(TILE * wide_v), one.grad_by_row = take(TILE * wide_v);
+      one.shift = take(TILE), one.delta = take(TILE);
+    }
+    ones = take(TILE), factors = take(TILE);
+    keys = take(TILE * wide_d), grad_keys = take(TILE * wide_d);
+    values = take(TILE * wide_v), grad_values = take(TILE * wide_v);
+    scores = take(TILE * TILE), grads = take(TILE * TILE), slope = take(TILE * TILE);
+    bias = take(TILE * TILE), kept = take(TILE * TILE);
+    rows = arena.take<T>(TILE * most(most(wide_d, wide_v), TILE));
+    strip = arena.take<T>(STRIP_SIZE);
+    seen = arena.take<uint64_t>(TILE);
+    at = arena.take<Positions>(1);
+  }
+};
+
+// Gradients of scores from weights and their gradients, a column of vectors at a time.
+template <class T, bool CAREFUL>
+void grade_column(const Asked<T>& one, int64_t lane, Range keys, T* s, T* ds, const T* kept, const uint64_t* seen) {
+  const F<T> shift = load(one.shift + lane), delta = load(one.delta + lane);
+  for (int64_t k = keys.first; k < keys.stop; ++k) {
+    const int64_t at = k * one.width + lane;
+    F<T> weight = exp2<T>(load(s + at) - shift), grad = load(ds + at), used = weight;
+    if (kept) {
+      const F<T> factor = load(kept + at);
+      used = weight * factor;
+      grad = grad * factor;
+    }
+    grad = weight * (grad - delta);
+    if constexpr (CAREFUL) {
+      const I<T> visible = bits_of<T>(seen[k], lane);
+      used = visible ? used : F<T>{};
+      grad = visible ? grad : F<T>{};
+    }
+    store(s + at, used);
+    store(ds + at, grad);
+  }
+}
+
+// Memory that one call holds beside its tensors.
+class Buffer {
+ public:
+  ~Buffer() { free(data_); }
+  bool reserve(size_t bytes) { return bytes == 0 || (data_ = malloc(bytes)) != nullptr; }
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+template <class T>
+void clear(void* data, int64_t first, int64_t count) {
+  T* to = static_cast<T*>(data) + first;
+  for (int64_t i = 0; i < count; ++i) to[i] = 0;
+}
+
+template <class T>
+class BackwardPass {
+ public:
+  BackwardPass(const Problem& problem, const Backward& data) : p_(problem), data_(data) {
+    for (int64_t m = 0; m < p_.plan.count; ++m) {
+      const qkv::Member& member = p_.plan.members[m];
+      parts_ = most(parts_, member.count);
+      for (int64_t i = 0; i < member.count; ++i) {
+        tiles_ = most(tiles_, member.parts[i].schedule.rows);
+        blocks_ = most(blocks_, member.parts[i].schedule.cols);
+      }
+    }
+    Arena measure(nullptr);
+    BackwardScratch<T>(p_, measure);
+    scratch_ = measure.used();
+    group_ = p_.heads / p_.kv_heads;
+    plan_bias();
+  }
+
+  Status run(const Run& run) {
+    const int64_t heads = p_.batch * p_.heads, rows = heads * p_.queries, tiles = blocks_of(p_.queries, TILE);
+    if (!deltas_.reserve(rows * sizeof(T)) || !shares_.reserve(chunks_ * share_ * heads * sizeof(T)) ||
+        !sinks_.reserve(data_.grad_sinks ? heads * tiles * sizeof(T) : 0)) {
+      return Status::out_of_memory;
+    }
+    const Status prepared = each(run, heads * tiles, &BackwardPass::prepare_unit);
+    if (prepared != Status::ok) return prepared;
+    for (careful_ = false;; careful_ = true) {
+      const Status made = make(run);
+      if (made != Status::ok) return made;
+      finite_ = true;
+      const Status looked = careful_ ? Status::ok : each(run, heads, &BackwardPass::look_unit);
+      if (looked != Status::ok) return looked;
+      if (careful_ || __atomic_load_n(&finite_, __ATOMIC_RELAXED)) break;
+    }
+    reduce_shares();
+    reduce_sinks();
+    return Status::ok;
+  }
+
+ private:
+  using Method = void (BackwardPass::*)(int64_t, BackwardScratch<T>&, Worker&);
+  struct Job {
+    BackwardPass* pass;
+    Method method;
+  };
+
+  Status each(const Run& run, int64_t units, Method method) {
+    Job job{this, method};
+    return qkv::parallel(run, units, [](void* state, int64_t unit, Worker& worker) {
+      const Job& job = *static_cast<Job*>(state);
+      void* memory = worker.scratch(job.pass->scratch_);
+      if (!memory) return worker.fail(Status::out_of_memory);
+      Arena arena(memory);
+      BackwardScratch<T> scratch(job.pass->p_, arena);
+      for (int64_t i = 0; i < TILE; ++i) scratch.ones[i] = 1;
+      (job.pass->*job.method)(unit, scratch, worker);
+    }, &job);
+  }
+
+  // A bias gradient with an axis of queries belongs to query tiles, one with keys alone to key blocks; where it is
+  // shared by batch rows or heads, one unit walks all of these. Rules and single numbers are summed in shares.
+  void plan_bias() {
+    const Bias& bias = p_.bias;
+    if (!data_.grad_bias) return;
+    if (bias.kind == BiasKind::tensor && (bias.size[2] > 1 || bias.size[3] > 1)) {
+      bias_for_ = bias.size[2] > 1 ? FOR_QUERIES : FOR_KEYS;
+      all_batch_ = bias.size[0] == 1;
+      all_heads_ = bias.size[1] == 1;
+      return;
+    }
+    share_ = bias.kind == BiasKind::relative ? bias.size[1] : 1;
+    chunk_ = most(qkv::BIAS_CHUNK, blocks_of(share_, 4 * TILE));
+    chunks_ = blocks_of(most(tiles_, 1), chunk_);
+    bias_for_ = FOR_QUERIES;
+  }
+
+  // Rows of dO · O less the gradient of lse, over the total; a sink's share of them.
+  void prepare_unit(int64_t unit, BackwardScratch<T>& scratch, Worker&) {
+    const int64_t tiles = blocks_of(p_.queries, TILE), head = unit / tiles, first = unit % tiles * TILE;
+    const int64_t b = head / p_.heads, h = head % p_.heads, count = least(TILE, p_.queries - first);
+    const int64_t wide = padded<T>(p_.value_dim), at = head * p_.queries;
+    const int64_t* stride = data_.grad_output_stride;
+    const T* output = static_cast<const T*>(data_.output) + at * p_.value_dim;
+    load_rows<T>({output, p_.value_dim, 1, nullptr, first, count}, p_.value_dim, scratch.ones, scratch.values, wide);
+    load_rows<T>({offset<T>(data_.grad_output, stride, b, h), stride[2], stride[3], nullptr, first, count}, p_.value_dim,
+                 scratch.ones, scratch.grad_values, wide);
+    T sink_sum = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      F<T> products{};
+      for (int64_t v = 0; v < wide; v += LANES<T>) {
+        products += load(scratch.values + i * wide + v) * load(scratch.grad_values + i * wide + v);
+      }
+      T delta = 0;
+      for (int lane = 0; lane < LANES<T>; ++lane) delta += products[lane];
+      const int64_t row = at + first + i;
+      if (data_.grad_lse) delta -= static_cast<const T*>(data_.grad_lse)[row];
+      delta /= static_cast<const T*>(data_.total)[row];
+      static_cast<T*>(deltas_.data())[row] = delta;
+      if (data_.grad_sinks) {
+        const T sink = in_bits(static_cast<const T*>(data_.sinks)[h], T());
+        const T weight = exp2<T>(splat<T>(sink - static_cast<const T*>(data_.shift)[row]))[0];
+        sink_sum -= weight == 0 ? 0 : weight * delta;
+      }
+    }
+    if (data_.grad_sinks) static_cast<T*>(sinks_.data())[unit] = sink_sum;
+  }
+
+  // All gradients of the tensors, by one stage over heads or by stages over keys and over queries.
+  Status make(const Run& run) {
+    clear<T>(shares_.data(), 0, chunks_ * share_ * p_.batch * p_.heads);
+    if (bias_for_ && !share_) clear<T>(data_.grad_bias, 0, p_.bias.size[0] * p_.bias.size[1] * p_.bias.size[2] * p_.bias.size[3]);
+    const Status cleared = each(run, p_.batch * p_.heads, &BackwardPass::clear_unit);
+    if (cleared != Status::ok) return cleared;
+    wanted_ = FOR_QUERIES | FOR_KEYS;
+    split_ = 0;
+    if (run.threads <= 1 || units() >= run.threads) return each(run, units(), &BackwardPass::region_unit);
+    for (wanted_ = FOR_KEYS; wanted_ >= FOR_QUERIES; --wanted_) {
+      if (!wants(wanted_)) continue;
+      split_ = wanted_ == FOR_KEYS ? blocks_of(blocks_, KEY_SHARE) : blocks_of(tiles_, chunk_);
+      for (head_ = 0; head_ < unit_heads(); ++head_) {
+        for (part_ = 0; part_ < parts_; ++part_) {
+          const Status status = each(run, units() * split_, &BackwardPass::region_unit);
+          if (status != Status::ok) return status;
+        }
+      }
+    }
+    return Status::ok;
+  }
+
+  bool wants(int stage) const {
+    if (bias_for_ & stage) return true;
+    return stage == FOR_KEYS ? data_.grad_key || data_.grad_value : data_.grad_query != nullptr;
+  }
+
+  int64_t unit_heads() const { return all_heads_ ? p_.heads : group_; }
+  int64_t units() const { return (all_batch_ ? least(p_.batch, 1) : p_.batch) * (all_heads_ ? 1 : p_.kv_heads); }
+
+  void region_unit(int64_t unit, BackwardScratch<T>& scratch, Worker& worker) {
+    const int64_t share = split_ ? unit % split_ : 0, at = split_ ? unit / split_ : unit;
+    const int64_t columns = all_heads_ ? 1 : p_.kv_heads, b = at / columns, h = at % columns * group_;
+    Region region;
+    region.batch = all_batch_ ? Range{0, p_.batch} : Range{b, b + 1};
+    region.heads = {h, h + unit_heads()};
+    region.parts = {0, parts_};
+    region.tiles = region.keys = {0, NO_BLOCK};
+    region.wanted = wanted_;
+    if (split_) {
+      region.heads = {h + head_, h + head_ + 1};
+      region.parts = {part_, part_ + 1};
+      if (wanted_ == FOR_KEYS) region.keys = {share * KEY_SHARE, (share + 1) * KEY_SHARE};
+      if (wanted_ == FOR_QUERIES) region.tiles = {share * chunk_, (share + 1) * chunk_};
+    }
+    cover(region, scratch, worker);
+  }
+
+  void cover(const Region& region, BackwardScratch<T>& scratch, Worker& worker) {
+    for (int64_t h = region.heads.first; h < region.heads.stop; ++h) {
+      for (int64_t part = region.parts.first; part < region.parts.stop; ++part) {
+        for (int64_t b = region.batch.first; b < region.batch.stop; ++b) {
+          const qkv::Member& member = this->member(b, h);
+          if (part >= member.count) continue;
+          const Scene<T> scene{p_, member.parts[part], b, h};
+          const int64_t stop = least(region.tiles.stop, scene.part.schedule.rows);
+          for (int64_t tile = region.tiles.first; tile < stop; tile += TOGETHER) {
+            if (worker.stopped()) return;
+            walk(scene, region, tile, least(TOGETHER, stop - tile), scratch, worker);
+          }
+        }
+      }
+    }
+  }
+
+  const qkv::Member& member(int64_t b, int64_t h) const {
+    const qkv::Plan& plan = p_.plan;
+    return plan.members[plan.index[b * plan.index_batch_stride + h * plan.index_head_stride]];
+  }
+
+  void walk(const Scene<T>& scene, const Region& region, int64_t first, int64_t count, BackwardScratch<T>& scratch,
+            Worker& worker) {
+    int64_t entries = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      scratch.tiles[i].cursor = Cursor(scene.part.schedule, first + i, region.keys);
+      entries += scratch.tiles[i].cursor.block() != NO_BLOCK;
+    }
+    if (!entries) return;
+    for (int64_t i = 0; i < count; ++i) start(scene, first + i, scratch, scratch.tiles[i]);
+    while (!worker.stopped()) {
+      int64_t block = NO_BLOCK;
+      for (int64_t i = 0; i < count; ++i) block = least(block, scratch.tiles[i].cursor.block());
+      if (block == NO_BLOCK) break;
+      meet(scene, region, block, count, scratch);
+    }
+    if (!(region.wanted & FOR_QUERIES) || !data_.grad_query) return;
+    for (int64_t i = 0; i < count; ++i) add_query_gradient(scene, scratch, scratch.tiles[i]);
+  }
+
+  // All that the backward pass needs of a tile's queries.
+  void start(const Scene<T>& scene, int64_t tile, BackwardScratch<T>& scratch, Asked<T>& one) {
+    const auto rows = scene.query_rows(offset<T>(data_.query, p_.query_stride, scene.b, scene.h), p_.query_stride, tile);
+    const int64_t* stride = data_.grad_output_stride;
+    const auto grads = scene.query_rows(offset<T>(data_.grad_output, stride, scene.b, scene.h), stride, tile);
+    const int64_t wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim), at = row_of(scene, 0);
+    one.tile = tile;
+    one.count = rows.count;
+    one.width = padded<T>(rows.count);
+    fill(scratch.factors, static_cast<T>(p_.scale * LOG2_E));
+    load_padded(rows, p_.head_dim, scratch.factors, one.by_row, wide_d);
+    transpose(one.by_row, wide_d, one.width, wide_d, one.by_lane, one.width);
+    fill(scratch.factors, static_cast<T>(p_.scale));
+    load_padded(rows, p_.head_dim, scratch.factors, one.by_row, wide_d);
+    const T kept = p_.dropout_threshold ? T(65536) / static_cast<T>(65536 - p_.dropout_threshold) : T(1);
+    for (int64_t i = 0; i < TILE; ++i) {
+      const int64_t row = i < rows.count ? rows.row(i) : -1;
+      one.shift[i] = row < 0 ? 0 : static_cast<const T*>(data_.shift)[at + row];
+      one.delta[i] = row < 0 ? 0 : static_cast<const T*>(deltas_.data())[at + row];
+      scratch.factors[i] = row < 0 ? 0 : kept / static_cast<const T*>(data_.total)[at + row];
+    }
+    load_padded(grads, p_.value_dim, scratch.factors, one.grad_by_row, wide_v);
+    transpose(one.grad_by_row, wide_v, one.width, wide_v, one.grad_by_lane, one.width);
+    for (int64_t i = 0; i < TILE * wide_d; i += LANES<T>) store(one.grad_query + i, F<T>{});
+  }
+
+  static void fill(T* numbers, T x) {
+    for (int64_t i = 0; i < TILE; ++i) numbers[i] = x;
+  }
+
+  // As load_rows, with rows of zeros up to whole vectors of lanes.
+  static void load_padded(const Rows<const T>& rows, int64_t width, const T* factors, T* to, int64_t stride) {
+    load_rows(rows, width, factors, to, stride);
+    const int64_t end = padded<T>(rows.count) * stride;
+    for (int64_t i = rows.count * stride; i < end; i += LANES<T>) store(to + i, F<T>{});
+  }
+
+  int64_t row_of(const Scene<T>& scene, int64_t row) const { return (scene.b * p_.heads + scene.h) * p_.queries + row; }
+
+  // One key block and the tiles that see it.
+  void meet(const Scene<T>& scene, const Region& region, int64_t block, int64_t count, BackwardScratch<T>& scratch) {
+    const int64_t g = scene.group(), wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim);
+    const auto key_rows = scene.key_rows(offset<T>(data_.key, p_.key_stride, scene.b, g), p_.key_stride, block);
+    const auto value_rows = scene.key_rows(offset<T>(data_.value, p_.value_stride, scene.b, g), p_.value_stride, block);
+    const Panel<T> keys = panel(key_rows, p_.head_dim, true, scratch.ones, scratch.keys);
+    const Panel<T> values = panel(value_rows, p_.value_dim, false, scratch.ones, scratch.values);
+    Sum grad_keys{}, grad_values{};
+    if (region.wanted & FOR_KEYS) {
+      grad_keys = open(scene, data_.grad_key, p_.head_dim, wide_d, block, scratch.grad_keys, scratch);
+      grad_values = open(scene, data_.grad_value, p_.value_dim, wide_v, block, scratch.grad_values, scratch);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      Asked<T>& one = scratch.tiles[i];
+      if (one.cursor.block() != block) continue;
+      careful_ ? grade<true>(scene, region, one, block, key_rows.count, keys, values, grad_keys, grad_values, scratch)
+               : grade<false>(scene, region, one, block, key_rows.count, keys, values, grad_keys, grad_values, scratch);
+      one.cursor.next();
+    }
+    close(grad_keys, p_.head_dim, scratch);
+    close(grad_values, p_.value_dim, scratch);
+  }
+
+  // Rows of a gradient that grow: in place where they are whole vectors, else in a copy that is put back.
+  struct Sum {
+    T* data;  // null: not wanted
+    int64_t stride;
+    Rows<T> rows;
+    bool copied;
+  };
+
+  Sum open(const Scene<T>& scene, void* grad, int64_t width, int64_t wide, int64_t block, T* copy,
+           BackwardScratch<T>& scratch) {
+    if (!grad) return {};
+    const int64_t stride[4] = {0, 0, width, 1};
+    T* data = static_cast<T*>(grad) + (scene.b * p_.kv_heads + scene.group()) * p_.keys * width;
+    const Rows<T> rows = scene.key_rows(data, stride, block);
+    if (!rows.slots && width == wide) return {rows.at(0), width, rows, false};
+    load_rows<T>({rows.data, rows.row_stride, rows.column_stride, rows.slots, rows.first, rows.count}, width,
+                 scratch.ones, copy, wide);
+    return {copy, wide, rows, true};
+  }
+
+  void close(const Sum& sum, int64_t width, BackwardScratch<T>& scratch) {
+    if (sum.copied) store_rows(sum.data, sum.stride, width, scratch.ones, sum.rows);
+  }
+
+  // One tile: weights, their gradients, and what they add to everything.
+  template <bool CAREFUL>
+  void grade(const Scene<T>& scene, const Region& region, Asked<T>& one, int64_t block, int64_t key_count,
+             const Panel<T>& keys, const Panel<T>& values, const Sum& grad_keys, const Sum& grad_values,
+             BackwardScratch<T>& scratch) {
+    const uint64_t* mask = one.cursor.mask();
+    const Range seen = seen_keys(mask, key_count);
+    const int64_t width = one.width, found = seen.stop - seen.first, wide_d = padded<T>(p_.head_dim);
+    if (found <= 0) return;
+    if (p_.dropout_threshold || p_.bias.kind != BiasKind::none) {
+      locate_tile(scene, one.tile, one.count, block, key_count, *scratch.at);
+    }
+    T *s = scratch.scores + seen.first * width, *ds = scratch.grads + seen.first * width;
+    const T *key = keys.data + seen.first * keys.stride, *value = values.data + seen.first * values.stride;
+    multiply<T, Order::rows>({Start::zero, nullptr, key, keys.stride, one.by_lane, width, s, width}, found, width,
+                             p_.head_dim);
+    const TileBias<T> bias = tile_bias(scene, data_.bias, one.tile, block, *scratch.at, seen, width, scratch.rows,
+                                       scratch.bias);
+    const Shape<T> shape{width, seen, mask, bias, static_cast<T>(p_.softcap * LOG2_E)};
+    T* slope = p_.softcap != 0 ? scratch.slope : nullptr;
+    shape_scores(shape, scratch.scores, slope, static_cast<T*>(nullptr));
+    if constexpr (CAREFUL) hide_carefully(shape, scratch.scores, scratch.seen);
+    multiply<T, Order::rows>({Start::zero, nullptr, value, values.stride, one.grad_by_lane, width, ds, width}, found,
+                             width, p_.value_dim);
+    const T* kept = nullptr;
+    if (p_.dropout_threshold) {
+      draw_kept(scene.draw(data_.seed), scratch.at->counters, width, scratch.at->keys, seen, scratch.kept);
+      kept = scratch.kept;
+    }
+    for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+      grade_column<T, CAREFUL>(one, lane, seen, scratch.scores, scratch.grads, kept, scratch.seen);
+    }
+    if (bias_for_ & region.wanted) add_bias_gradient(scene, one, block, seen, scratch);
+    if (slope) through_softcap<CAREFUL>(shape, scratch);
+    const uint64_t* visible = scratch.seen + seen.first;
+    if (grad_values.data) {
+      product<CAREFUL, Order::rows>({Start::keep, nullptr, s, width, one.grad_by_row, padded<T>(p_.value_dim),
+                                     grad_values.data + seen.first * grad_values.stride, grad_values.stride},
+                                    found, padded<T>(p_.value_dim), one.count, visible);
+    }
+    if (grad_keys.data) {
+      product<CAREFUL, Order::rows>({Start::keep, nullptr, ds, width, one.by_row, wide_d,
+                                     grad_keys.data + seen.first * grad_keys.stride, grad_keys.stride},
+                                    found, wide_d, one.count, visible);
+    }
+    if ((region.wanted & FOR_QUERIES) && data_.grad_query) {
+      product<CAREFUL, Order::columns>({Start::keep, nullptr, ds, width, key, keys.stride, one.grad_query, wide_d},
+                                       one.count, wide_d, found, visible);
+    }
+  }
+
+  template <bool CAREFUL, Order ORDER>
+  static void product(const Product<T>& p, int64_t rows, int64_t columns, int64_t depth, const uint64_t* seen) {
+    if constexpr (CAREFUL) {
+      multiply_seen<T, ORDER>(p, rows, columns, depth, seen);
+    } else {
+      multiply<T, ORDER>(p, rows, columns, depth);
+    }
+  }
+
+  template <bool CAREFUL>
+  void through_softcap(const Shape<T>& shape, BackwardScratch<T>& scratch) {
+    for (int64_t k = shape.keys.first; k < shape.keys.stop; ++k) {
+      for (int64_t lane = 0; lane < shape.width; lane += LANES<T>) {
+        const int64_t at = k * shape.width + lane;
+        F<T> grad = load(scratch.grads + at) * load(scratch.slope + at);
+        if constexpr (CAREFUL) grad = bits_of<T>(scratch.seen[k], lane) ? grad : F<T>{};
+        store(scratch.grads + at, grad);
+      }
+    }
+  }
+
+  void add_bias_gradient(const Scene<T>& scene, const Asked<T>& one, int64_t block, Range seen,
+                         BackwardScratch<T>& scratch) {
+    const Bias& bias = p_.bias;
+    T* share = static_cast<T*>(shares_.data());
+    if (share) share += ((scene.b * p_.heads + scene.h) * chunks_ + one.tile / chunk_) * share_;
+    if (bias.kind != BiasKind::tensor) {
+      add_rule_gradient(rule_of(scene, data_.bias), scene.natural(), *scratch.at, seen, scratch.grads, one.width,
+                        one.count, scratch.strip, share);
+      return;
+    }
+    const int64_t row_stride = bias.size[2] > 1 ? bias.size[3] : 0, column_stride = bias.size[3] > 1 ? 1 : 0;
+    const int64_t head = (bias.size[0] > 1 ? scene.b : 0) * bias.size[1] + (bias.size[1] > 1 ? scene.h : 0);
+    T* grad = share ? share : static_cast<T*>(data_.grad_bias) + head * bias.size[2] * bias.size[3];
+    const int64_t stride[4] = {0, 0, 0, 0};
+    add_tensor_gradient(scene.query_rows(grad, stride, one.tile), scene.key_rows(grad, stride, block), seen,
+                        scratch.grads, one.width, grad, row_stride, column_stride);
+  }
+
+  void add_query_gradient(const Scene<T>& scene, BackwardScratch<T>& scratch, Asked<T>& one) {
+    const int64_t stride[4] = {0, 0, p_.head_dim, 1}, wide = padded<T>(p_.head_dim);
+    T* data = static_cast<T*>(data_.grad_query) + row_of(scene, 0) * p_.head_dim;
+    const Rows<T> rows = scene.query_rows(data, stride, one.tile);
+    if (parts_ > 1) {
+      load_rows<T>({data, p_.head_dim, 1, rows.slots, rows.first, rows.count}, p_.head_dim, scratch.ones, scratch.rows,
+                   wide);
+    }
+    for (int64_t i = 0; i < rows.count * wide; i += LANES<T>) {
+      const F<T> sum = load(one.grad_query + i) * static_cast<T>(p_.scale);
+      store(one.grad_query + i, parts_ > 1 ? load(scratch.rows + i) + sum : sum);
+    }
+    store_rows(one.grad_query, wide, p_.head_dim, scratch.ones, rows);
+  }
+
+  // Gradients of keys and values of a key head by the first of its query heads, those of queries by each.
+  void clear_unit(int64_t head, BackwardScratch<T>&, Worker&) {
+    const int64_t b = head / p_.heads, h = head % p_.heads, size = p_.queries * p_.head_dim;
+    if (data_.grad_query) clear<T>(data_.grad_query, head * size, size);
+    if (h % group_) return;
+    const int64_t g = b * p_.kv_heads + h / group_, keys = p_.keys * p_.head_dim, values = p_.keys * p_.value_dim;
+    if (data_.grad_key) clear<T>(data_.grad_key, g * keys, keys);
+    if (data_.grad_value) clear<T>(data_.grad_value, g * values, values);
+  }
+
+  static bool all_finite(const void* data, int64_t first, int64_t count) {
+    const T* numbers = static_cast<const T*>(data) + first;
+    const int64_t whole = count / LANES<T> * LANES<T>;
+    bool good = finite(numbers, 0, 1, whole);
+    for (int64_t i = whole; i < count; ++i) good = good && numbers[i] - numbers[i] == 0;
+    return good;
+  }
+
+  void look_unit(int64_t head, BackwardScratch<T>&, Worker&) {
+    const int64_t b = head / p_.heads, h = head % p_.heads, size = p_.queries * p_.head_dim;
+    bool good = !data_.grad_query || all_finite(data_.grad_query, head * size, size);
+    if (h % group_ == 0) {
+      const int64_t g = b * p_.kv_heads + h / group_, keys = p_.keys * p_.head_dim, values = p_.keys * p_.value_dim;
+      good = good && (!data_.grad_key || all_finite(data_.grad_key, g * keys, keys));
+      good = good && (!data_.grad_value || all_finite(data_.grad_value, g * values, values));
+    }
+    if (head == 0 && data_.grad_bias) {
+      const int64_t* size = p_.bias.size;
+      const bool shared = share_ != 0;
+      good = good && (shared ? all_finite(shares_.data(), 0, chunks_ * share_ * p_.batch * p_.heads)
+                             : all_finite(data_.grad_bias, 0, size[0] * size[1] * size[2] * size[3]));
+    }
+    if (!good) __atomic_store_n(&finite_, false, __ATOMIC_RELAXED);
+  }
+
+  // Batch rows, heads and chunks in this order.
+  void reduce_shares() {
+    if (!share_) return;
+    const Bias& bias = p_.bias;
+    const bool rule = bias.kind != BiasKind::tensor;
+    const int64_t size[2] = {rule ? 1 : bias.size[0], rule ? p_.heads : bias.size[1]};
+    T* grad = static_cast<T*>(data_.grad_bias);
+    clear<T>(grad, 0, size[0] * size[1] * share_);
+    const T* from = static_cast<const T*>(shares_.data());
+    for (int64_t b = 0; b < p_.batch; ++b) {
+      for (int64_t h = 0; h < p_.heads; ++h) {
+        T* to = grad + ((size[0] > 1 ? b : 0) * size[1] + (size[1] > 1 ? h : 0)) * share_;
+        for (int64_t c = 0; c < chunks_; ++c, from += share_) {
+          for (int64_t i = 0; i < share_; ++i) to[i] += from[i];
+        }
+      }
+    }
+  }
+
+  void reduce_sinks() {
+    if (!data_.grad_sinks) return;
+    const int64_t tiles = blocks_of(p_.queries, TILE);
+    T* grad = static_cast<T*>(data_.grad_sinks);
+    clear<T>(grad, 0, p_.heads);
+    const T* from = static_cast<const T*>(sinks_.data());
+    for (int64_t b = 0; b < p_.batch; ++b) {
+      for (int64_t h = 0; h < p_.heads; ++h) {
+        for (int64_t t = 0; t < tiles; ++t) grad[h] += *from++;
+      }
+    }
+  }
+
+  const Problem& p_;
+  const Backward& data_;
+  int64_t parts_ = 0, tiles_ = 0, blocks_ = 0, group_ = 1;
+  int bias_for_ = 0;  // which stage makes the bias gradient
+  bool all_batch_ = false, all_heads_ = false;
+  int64_t share_ = 0, chunk_ = qkv::BIAS_CHUNK, chunks_ = 0;
+  Buffer deltas_, shares_, sinks_;
+  size_t scratch_ = 0;
+  int wanted_ = 0;
+  int64_t split_ = 0, head_ = 0, part_ = 0;
+  bool careful_ = false, finite_ = true;
+};
+
+inline Status run_backward(const Problem& problem, const Backward& data, const Run& run) {
+  if (problem.type == Type::float64) return BackwardPass<double>(problem, data).run(run);
+  return BackwardPass<float>(problem, data).run(run);
+}
+
+}  // namespace

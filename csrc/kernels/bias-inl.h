@@ -1,0 +1,196 @@
+// What is added to the scores of a tile, in bits, and the way back for its gradient.
+#pragma once
+
+#include "scene-inl.h"
+
+namespace {
+
+constexpr int64_t STRIP_SIZE = 2 * TILE;  // distances between the queries and the keys of a tile in natural order
+
+// Numbers for a tile: that of (key, lane) stands at at[key * stride + lane]; null `at`: none.
+template <class T>
+struct TileBias {
+  const T* at = nullptr;
+  int64_t stride = 0;
+};
+
+// A number in bits, where a finite one stays finite.
+template <class V, class T>
+inline V in_bits(V x, T) {
+  constexpr T GREATEST = static_cast<T>(sizeof(T) == 4 ? __FLT_MAX__ : __DBL_MAX__);
+  V bits = x * static_cast<T>(LOG2_E);
+  bits = bits < -GREATEST ? (x < -GREATEST ? x : x - x - GREATEST) : bits;
+  return bits > GREATEST ? x - x + GREATEST : bits;
+}
+
+// A bias of any floating-point type, number by number.
+template <class T>
+T number_of(const void* data, Type type, int64_t index) {
+  switch (type) {
+    case Type::float64: {  // the caller has seen to it that finite numbers fit
+      return static_cast<T>(static_cast<const double*>(data)[index]);
+    }
+    case Type::bfloat16: {
+      const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(data)[index]) << 16;
+      float value;
+      __builtin_memcpy(&value, &bits, sizeof value);
+      return static_cast<T>(value);
+    }
+    case Type::float16: {
+      const uint16_t half = static_cast<const uint16_t*>(data)[index];
+      const int exponent = half >> 10 & 31, mantissa = half & 1023;
+      const double size = exponent == 31  ? (mantissa ? __builtin_nan("") : __builtin_inf())
+                          : exponent == 0 ? __builtin_ldexp(mantissa, -24)
+                                          : __builtin_ldexp(mantissa + 1024, exponent - 25);
+      return static_cast<T>(half & 0x8000 ? -size : size);
+    }
+    default:
+      return static_cast<T>(static_cast<const float*>(data)[index]);
+  }
+}
+
+// What a rule adds at the distance j - i: slopes of ALiBi or a table of relative positions.
+template <class T>
+struct Rule {
+  const T* numbers;
+  int64_t radius;  // of a table; -1: one slope
+
+  T at(int64_t distance) const {
+    if (radius >= 0) return in_bits(numbers[entry(distance)], T());
+    return in_bits(-numbers[0] * static_cast<T>(distance < 0 ? -distance : distance), T());
+  }
+  int64_t entry(int64_t distance) const { return most(-radius, least(radius, distance)) + radius; }
+};
+
+template <class T>
+Rule<T> rule_of(const Scene<T>& scene, const void* data) {
+  const Bias& bias = scene.problem.bias;
+  const T* numbers = static_cast<const T*>(data);
+  if (bias.kind == BiasKind::alibi) return {numbers + scene.h, -1};
+  return {numbers + scene.h * bias.size[1], bias.size[1] / 2};
+}
+
+// In natural order the distance of (key, lane) is that of key 0 and query 0 + key - lane: one number a diagonal.
+template <class T>
+TileBias<T> strip_bias(const Rule<T>& rule, const Positions& at, T* strip) {
+  const int64_t middle = at.keys[0] - at.queries[0];
+  if (rule.radius < 0) {
+    for (int64_t u = 0; u < STRIP_SIZE; ++u) {
+      const T distance = static_cast<T>(middle + TILE - 1 - u);
+      strip[u] = -rule.numbers[0] * static_cast<T>(LOG2_E) * (distance < 0 ? -distance : distance);
+    }
+  } else {
+    for (int64_t u = 0; u < STRIP_SIZE; ++u) strip[u] = rule.at(middle + TILE - 1 - u);
+  }
+  return {strip + TILE - 1, -1};
+}
+
+template <class T>
+TileBias<T> gathered_bias(const Rule<T>& rule, const Positions& at, Range keys, int64_t width, T* tile) {
+  for (int64_t k = keys.first; k < keys.stop; ++k) {
+    for (int64_t i = 0; i < width; ++i) tile[k * width + i] = rule.at(at.keys[k] - at.queries[i]);
+  }
+  return {tile, width};
+}
+
+// A tensor that is dense along the keys, in natural order: whole rows, turned round.
+template <class T>
+void turned_bias(const Rows<const T>& rows, Range keys, int64_t width, T* by_query, T* tile) {
+  const int64_t columns = padded<T>(keys.stop);
+  for (int64_t i = 0; i < width; ++i) {
+    const T* from = i < rows.count ? rows.at(i) : nullptr;
+    T* to = by_query + i * TILE;
+    int64_t k = 0;
+    if (from) {
+      for (; k + LANES<T> <= keys.stop; k += LANES<T>) store(to + k, in_bits(load(from + k), T()));
+      for (; k < keys.stop; ++k) to[k] = in_bits(from[k], T());
+    }
+    for (; k < columns; ++k) to[k] = 0;
+  }
+  transpose(by_query, TILE, width, columns, tile, width);
+}
+
+template <class T>
+TileBias<T> tensor_bias(const Scene<T>& scene, const void* data, int64_t tile_number, int64_t block, Range keys,
+                        int64_t width, T* scratch, T* tile) {
+  const Bias& bias = scene.problem.bias;
+  const int64_t base = scene.b * bias.stride[0] + scene.h * bias.stride[1];
+  const auto rows = scene.query_rows(static_cast<const T*>(data) + base, bias.stride, tile_number);
+  if (bias.type == scene.problem.type && bias.stride[3] == 1 && bias.stride[2] != 0 && scene.natural()) {
+    Rows<const T> shifted = rows;
+    shifted.data += block * TILE;
+    turned_bias(shifted, keys, width, scratch, tile);
+    return {tile, width};
+  }
+  const auto columns = scene.key_rows(data, bias.stride, block);
+  const Range filled = bias.stride[3] == 0 ? Range{0, 1} : keys;
+  for (int64_t k = filled.first; k < filled.stop; ++k) {
+    const int64_t column = base + most(columns.row(k), 0) * bias.stride[3];
+    for (int64_t i = 0; i < width; ++i) {
+      const int64_t row = i < rows.count ? most(rows.row(i), 0) : 0;
+      tile[k * width + i] = in_bits(number_of<T>(data, bias.type, column + row * bias.stride[2]), T());
+    }
+  }
+  return {tile, bias.stride[3] == 0 ? 0 : width};
+}
+
+// The bias of a tile; `scratch` and `tile` hold TILE by TILE numbers each.
+template <class T>
+TileBias<T> tile_bias(const Scene<T>& scene, const void* data, int64_t tile_number, int64_t block, const Positions& at,
+                      Range keys, int64_t width, T* scratch, T* tile) {
+  const BiasKind kind = scene.problem.bias.kind;
+  if (kind == BiasKind::none) return {};
+  if (kind == BiasKind::tensor) {
+    return tensor_bias(scene, data, tile_number, block, keys, width, scratch, tile);
+  }
+  const Rule<T> rule = rule_of(scene, data);
+  return scene.natural() ? strip_bias(rule, at, tile) : gathered_bias(rule, at, keys, width, tile);
+}
+
+// A sum over the pairs of one tile for each axis of a bias tensor's gradient that it has.
+// ds stands by keys and lanes; `grad` is the (b, h) of the gradient, dense, with the strides of rows and keys or 0.
+template <class T>
+void add_tensor_gradient(const Rows<T>& rows, const Rows<T>& columns, Range keys, const T* ds, int64_t width, T* grad,
+                         int64_t row_stride, int64_t column_stride) {
+  for (int64_t i = 0; i < rows.count; ++i) {
+    if (rows.row(i) < 0) continue;
+    T* row = grad + rows.row(i) * row_stride;
+    if (column_stride == 0) {
+      T sum = 0;
+      for (int64_t k = keys.first; k < keys.stop; ++k) sum += ds[k * width + i];
+      *row += sum;
+    } else {
+      for (int64_t k = keys.first; k < keys.stop; ++k) {
+        if (columns.row(k) >= 0) row[columns.row(k) * column_stride] += ds[k * width + i];
+      }
+    }
+  }
+}
+
+// The same for a rule: sums along diagonals in natural order, then what each distance adds to.
+template <class T>
+void add_rule_gradient(const Rule<T>& rule, bool natural, const Positions& at, Range keys, const T* ds, int64_t width,
+                       int64_t count, T* strip, T* grad) {
+  auto add = [&](int64_t distance, T sum) {
+    if (rule.radius < 0) {
+      grad[0] -= sum * static_cast<T>(distance < 0 ? -distance : distance);
+    } else {
+      grad[rule.entry(distance)] += sum;
+    }
+  };
+  if (!natural) {
+    for (int64_t k = keys.first; k < keys.stop; ++k) {
+      for (int64_t i = 0; i < count; ++i) add(at.keys[k] - at.queries[i], ds[k * width + i]);
+    }
+    return;
+  }
+  for (int64_t u = 0; u < STRIP_SIZE; u += LANES<T>) store(strip + u, F<T>{});
+  for (int64_t k = keys.first; k < keys.stop; ++k) {
+    T* diagonals = strip + TILE - 1 - k;
+    for (int64_t i = 0; i < count; ++i) diagonals[i] += ds[k * width + i];
+  }
+  const int64_t middle = at.keys[0] - at.queries[0];
+  for (int64_t u = 0; u < STRIP_SIZE - 1; ++u) add(middle + TILE - 1 - u, strip[u]);
+}
+
+}  // namespace

@@ -1,0 +1,368 @@
+// The forward pass: the online softmax over the key blocks that a block of queries sees.
+// Source: Milakov, Gimelshein, "Online normalizer calculation for softmax" (2018); Rabe, Staats (2021).
+//
+// Scores of a tile stand with the queries in the lanes, so that the greatest, the sum and the decay of a query are plain
+// vector operations; the output stands by rows. Queries of GROUP tiles share each block of keys and values.
+#pragma once
+
+#include "../base/threads.h"
+#include "careful-inl.h"
+#include "scores-inl.h"
+
+namespace {
+
+using qkv::Forward;
+using qkv::Run;
+using qkv::Status;
+using qkv::Worker;
+
+constexpr int64_t GROUP = 4;
+
+// The running state of a tile's queries. A query's weights are 2^(score - top); `energy` sums weights · scores.
+template <class T>
+struct Online {
+  T* query;   // (D, width), scaled
+  T* output;  // (TILE, padded V), sums of weights · values
+  T *top, *total, *energy;  // (TILE)
+  int64_t tile, count, width;
+  Cursor cursor;
+};
+
+template <class T>
+struct ForwardScratch {
+  Online<T> tiles[GROUP];
+  T *ones, *scales, *rows, *keys, *values, *scores, *bias, *kept, *peak, *decay;
+  uint64_t* seen;
+  Positions* at;
+
+  ForwardScratch(const Problem& p, Arena& arena) {
+    const int64_t wide_d = padded<T>(p.head_dim), wide_v = padded<T>(p.value_dim);
+    for (Online<T>& one : tiles) {
+      one.query = arena.take<T>(wide_d * TILE);
+      one.output = arena.take<T>(TILE * wide_v);
+      one.top = arena.take<T>(TILE);
+      one.total = arena.take<T>(TILE);
+      one.energy = arena.take<T>(TILE);
+    }
+    ones = arena.take<T>(TILE);
+    scales = arena.take<T>(TILE);
+    rows = arena.take<T>(TILE * most(most(wide_d, wide_v), TILE));
+    keys = arena.take<T>(TILE * wide_d);
+    values = arena.take<T>(TILE * wide_v);
+    scores = arena.take<T>(TILE * TILE);
+    bias = arena.take<T>(TILE * TILE);
+    kept = arena.take<T>(TILE * TILE);
+    peak = arena.take<T>(TILE);
+    decay = arena.take<T>(TILE);
+    seen = arena.take<uint64_t>(TILE);
+    at = arena.take<Positions>(1);
+  }
+};
+
+// What one weight costs: exp2 of a column of scores, summed, thinned by dropout.
+template <class T>
+void weigh_column(const Online<T>& one, int64_t lane, Range keys, T* s, const T* kept, bool energy, const T* peak,
+                  T* decay) {
+  const F<T> before = load(one.top + lane), top = greater<T>(before, load(peak + lane));
+  const F<T> shift = top == -INFINITE<T> ? F<T>{} : top;
+  const F<T> down = exp2<T>(before - shift);
+  F<T> sum = load(one.total + lane) * down, warmth = load(one.energy + lane) * down;
+  for (int64_t k = keys.first; k < keys.stop; ++k) {
+    T* at = s + k * one.width + lane;
+    const F<T> score = load(at), weight = exp2<T>(score - shift);
+    sum += weight;
+    if (energy) warmth += weight == 0 ? F<T>{} : weight * score;
+    store(at, kept ? weight * load(kept + k * one.width + lane) : weight);
+  }
+  store(one.top + lane, top);
+  store(one.total + lane, sum);
+  store(one.energy + lane, warmth);
+  store(decay + lane, down);
+}
+
+template <class T>
+class ForwardPass {
+ public:
+  ForwardPass(const Problem& problem, const Forward& data) : p_(problem), data_(data) {
+    for (int64_t m = 0; m < p_.plan.count; ++m) {
+      const qkv::Member& member = p_.plan.members[m];
+      parts_ = most(parts_, member.count);
+      merged_ = merged_ || member.count != 1 || member.parts[0].query_rows;
+      for (int64_t i = 0; i < member.count; ++i) tiles_ = most(tiles_, member.parts[i].schedule.rows);
+    }
+    Arena measure(nullptr);
+    ForwardScratch<T>(p_, measure);
+    scratch_ = measure.used();
+  }
+
+  Status run(const Run& run) {
+    const int64_t heads = p_.batch * p_.heads, rows = blocks_of(p_.queries, TILE);
+    Status status = Status::ok;
+    if (merged_) status = each(run, heads * rows, &ForwardPass::begin_unit);
+    groups_ = groups_for(run.threads);
+    for (stage_ = 0; stage_ < parts_ && status == Status::ok; ++stage_) {
+      status = each(run, heads * blocks_of(tiles_, groups_), &ForwardPass::part_unit);
+    }
+    if (merged_ && status == Status::ok) status = each(run, heads * rows, &ForwardPass::finish_unit);
+    return status;
+  }
+
+ private:
+  using Method = void (ForwardPass::*)(int64_t, ForwardScratch<T>&, Worker&);
+  struct Job {
+    ForwardPass* pass;
+    Method method;
+  };
+
+  Status each(const Run& run, int64_t units, Method method) {
+    Job job{this, method};
+    return qkv::parallel(run, units, [](void* state, int64_t unit, Worker& worker) {
+      const Job& job = *static_cast<Job*>(state);
+      void* memory = worker.scratch(job.pass->scratch_);
+      if (!memory) return worker.fail(Status::out_of_memory);
+      Arena arena(memory);
+      ForwardScratch<T> scratch(job.pass->p_, arena);
+      for (int64_t i = 0; i < TILE; ++i) {
+        scratch.ones[i] = 1;
+        scratch.scales[i] = static_cast<T>(job.pass->p_.scale * LOG2_E);
+      }
+      (job.pass->*job.method)(unit, scratch, worker);
+    }, &job);
+  }
+
+  // Tiles that walk together: fewer where threads would have nothing to do.
+  int64_t groups_for(int64_t threads) const {
+    int64_t groups = GROUP;
+    while (groups > 1 && p_.batch * p_.heads * blocks_of(tiles_, groups) < 4 * threads && threads > 1) groups /= 2;
+    return groups;
+  }
+
+  const qkv::Member& member(int64_t b, int64_t h) const {
+    const qkv::Plan& plan = p_.plan;
+    return plan.members[plan.index[b * plan.index_batch_stride + h * plan.index_head_stride]];
+  }
+
+  // The longest rows of a causal pattern come first, so that threads end together.
+  void part_unit(int64_t unit, ForwardScratch<T>& scratch, Worker& worker) {
+    const int64_t per_head = blocks_of(tiles_, groups_);
+    const int64_t head = unit / per_head, first = (per_head - 1 - unit % per_head) * groups_;
+    const int64_t b = head / p_.heads, h = head % p_.heads;
+    if (stage_ >= member(b, h).count) return;
+    const Scene<T> scene{p_, member(b, h).parts[stage_], b, h};
+    const int64_t count = least(groups_, scene.part.schedule.rows - first);
+    if (count <= 0) return;
+    for (int64_t i = 0; i < count; ++i) start(scene, first + i, scratch, scratch.tiles[i]);
+    walk<false>(scene, scratch.tiles, count, scratch, worker);
+    for (int64_t i = 0; i < count; ++i) {
+      if (worker.stopped()) return;
+      Online<T>& one = scratch.tiles[i];
+      if (!finite(one.output, padded<T>(p_.value_dim), one.count, padded<T>(p_.value_dim))) {
+        start(scene, one.tile, scratch, one);
+        walk<true>(scene, &one, 1, scratch, worker);
+      }
+      if (merged_) {
+        keep(scene, one, scratch);
+      } else {
+        finish(scene.query_rows(output_of(scene), output_stride(), one.tile), state_row(scene), scene.h, one, scratch);
+      }
+    }
+  }
+
+  void start(const Scene<T>& scene, int64_t tile, ForwardScratch<T>& scratch, Online<T>& one) {
+    const auto rows = scene.query_rows(offset<T>(data_.query, p_.query_stride, scene.b, scene.h), p_.query_stride, tile);
+    one.tile = tile;
+    one.count = rows.count;
+    one.width = padded<T>(rows.count);
+    one.cursor = Cursor(scene.part.schedule, tile, {0, NO_BLOCK});
+    const int64_t wide = padded<T>(p_.head_dim);
+    load_rows(rows, p_.head_dim, scratch.scales, scratch.rows, wide);
+    for (int64_t i = rows.count; i < one.width; ++i) {
+      for (int64_t d = 0; d < wide; d += LANES<T>) store(scratch.rows + i * wide + d, F<T>{});
+    }
+    transpose(scratch.rows, wide, one.width, wide, one.query, one.width);
+    if (merged_) {
+      resume(scene, one, scratch);
+    } else {
+      reset(one);
+    }
+  }
+
+  void reset(Online<T>& one) {
+    const int64_t wide = padded<T>(p_.value_dim);
+    for (int64_t i = 0; i < TILE * wide; i += LANES<T>) store(one.output + i, F<T>{});
+    for (int64_t i = 0; i < TILE; ++i) one.top[i] = -INFINITE<T>, one.total[i] = one.energy[i] = 0;
+  }
+
+  template <bool CAREFUL>
+  void walk(const Scene<T>& scene, Online<T>* tiles, int64_t count, ForwardScratch<T>& scratch, Worker& worker) {
+    const T* key = offset<T>(data_.key, p_.key_stride, scene.b, scene.group());
+    const T* value = offset<T>(data_.value, p_.value_stride, scene.b, scene.group());
+    while (!worker.stopped()) {
+      int64_t block = NO_BLOCK;
+      for (int64_t i = 0; i < count; ++i) block = least(block, tiles[i].cursor.block());
+      if (block == NO_BLOCK) return;
+      const auto key_rows = scene.key_rows(key, p_.key_stride, block);
+      const auto value_rows = scene.key_rows(value, p_.value_stride, block);
+      const Panel<T> keys = panel(key_rows, p_.head_dim, false, scratch.ones, scratch.keys);
+      const Panel<T> values = panel(value_rows, p_.value_dim, true, scratch.ones, scratch.values);
+      for (int64_t i = 0; i < count; ++i) {
+        if (tiles[i].cursor.block() != block) continue;
+        attend<CAREFUL>(scene, tiles[i], block, key_rows.count, keys, values, scratch);
+        tiles[i].cursor.next();
+      }
+    }
+  }
+
+  template <bool CAREFUL>
+  void attend(const Scene<T>& scene, Online<T>& one, int64_t block, int64_t key_count, const Panel<T>& keys,
+              const Panel<T>& values, ForwardScratch<T>& scratch) {
+    const uint64_t* mask = one.cursor.mask();
+    const Range seen = seen_keys(mask, key_count);
+    const int64_t width = one.width, found = seen.stop - seen.first;
+    if (found <= 0) return;
+    if (p_.dropout_threshold || p_.bias.kind != BiasKind::none) {
+      locate_tile(scene, one.tile, one.count, block, key_count, *scratch.at);
+    }
+    T* s = scratch.scores + seen.first * width;
+    multiply<T, Order::rows>({Start::zero, nullptr, keys.data + seen.first * keys.stride, keys.stride, one.query, width,
+                              s, width}, found, width, p_.head_dim);
+    const TileBias<T> bias = tile_bias(scene, data_.bias, one.tile, block, *scratch.at, seen, width, scratch.rows,
+                                       scratch.bias);
+    const Shape<T> shape{width, seen, mask, bias, static_cast<T>(p_.softcap * LOG2_E)};
+    shape_scores(shape, scratch.scores, static_cast<T*>(nullptr), scratch.peak);
+    if constexpr (CAREFUL) {
+      hide_carefully(shape, scratch.scores, scratch.seen);
+      for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+        store(scratch.peak + lane, peak_of_column(shape, scratch.scores, lane));
+      }
+    }
+    const T* kept = nullptr;
+    if (p_.dropout_threshold) {
+      draw_kept(scene.draw(data_.seed), scratch.at->counters, width, scratch.at->keys, seen, scratch.kept);
+      kept = scratch.kept;
+    }
+    for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+      weigh_column(one, lane, seen, scratch.scores, kept, data_.entropy != nullptr, scratch.peak, scratch.decay);
+    }
+    const int64_t wide = padded<T>(p_.value_dim);
+    const Product<T> product{Start::decay, scratch.decay, s, width, values.data + seen.first * values.stride,
+                             values.stride, one.output, wide};
+    if constexpr (CAREFUL) {
+      multiply_seen<T, Order::columns>(product, one.count, wide, found, scratch.seen + seen.first);
+    } else {
+      multiply<T, Order::columns>(product, one.count, wide, found);
+    }
+  }
+
+  // Where the results of a (b, h) begin, in rows of the call.
+  int64_t state_row(const Scene<T>& scene) const { return (scene.b * p_.heads + scene.h) * p_.queries; }
+  T* output_of(const Scene<T>& scene) const { return static_cast<T*>(data_.output) + state_row(scene) * p_.value_dim; }
+  const int64_t* output_stride() const { return output_stride_; }
+
+  // Divide by the sums; a sink joins here, since it has no value.
+  void finish(const Rows<T>& rows, int64_t first, int64_t h, const Online<T>& one, ForwardScratch<T>& scratch) {
+    const T kept = p_.dropout_threshold ? T(65536) / static_cast<T>(65536 - p_.dropout_threshold) : T(1);
+    for (int64_t i = 0; i < rows.count; ++i) {
+      const T keys = one.total[i];
+      T shift = one.top[i], total = keys, factor = 1;
+      if (data_.sinks) {
+        const T sink = in_bits(static_cast<const T*>(data_.sinks)[h], T());
+        shift = sink > shift ? sink : shift;
+        const F<T> parts = exp2<T>(shift == -INFINITE<T> ? F<T>{one.top[i], sink} : F<T>{one.top[i] - shift, sink - shift});
+        factor = parts[0];
+        total = keys * factor + parts[1];
+      }
+      shift = shift == -INFINITE<T> ? 0 : shift;
+      const bool nothing = total == 0;
+      total = nothing ? 1 : total;
+      scratch.decay[i] = factor * kept / total;
+      if (rows.row(i) < 0) continue;
+      const int64_t at = first + rows.row(i);
+      const T lse = nothing ? -INFINITE<T> : shift * static_cast<T>(LN_2) + static_cast<T>(__builtin_log(total));
+      static_cast<T*>(data_.shift)[at] = shift;
+      static_cast<T*>(data_.total)[at] = total;
+      if (data_.lse) static_cast<T*>(data_.lse)[at] = lse;
+      if (data_.max_scores) static_cast<T*>(data_.max_scores)[at] = one.top[i] * static_cast<T>(LN_2);
+      if (data_.entropy) {
+        const T energy = one.energy[i] * static_cast<T>(LN_2);
+        static_cast<T*>(data_.entropy)[at] = nothing ? 0 : factor * (keys * lse - energy) / total;
+      }
+    }
+    store_rows(one.output, padded<T>(p_.value_dim), p_.value_dim, scratch.decay, rows);
+  }
+
+  // Between parts the states of all rows wait in the results themselves.
+  void keep(const Scene<T>& scene, const Online<T>& one, ForwardScratch<T>& scratch) {
+    const Rows<T> rows = scene.query_rows(output_of(scene), output_stride(), one.tile);
+    store_rows(one.output, padded<T>(p_.value_dim), p_.value_dim, scratch.ones, rows);
+    for (int64_t i = 0; i < rows.count; ++i) {
+      if (rows.row(i) < 0) continue;
+      const int64_t at = state_row(scene) + rows.row(i);
+      static_cast<T*>(data_.shift)[at] = one.top[i];
+      static_cast<T*>(data_.total)[at] = one.total[i];
+      if (data_.entropy) static_cast<T*>(data_.entropy)[at] = one.energy[i];
+    }
+  }
+
+  void resume(const Scene<T>& scene, Online<T>& one, ForwardScratch<T>& scratch) {
+    take(scene.query_rows(output_of(scene), output_stride(), one.tile), state_row(scene), one, scratch);
+  }
+
+  void take(const Rows<T>& rows, int64_t first, Online<T>& one, ForwardScratch<T>& scratch) {
+    reset(one);
+    const Rows<const T> from{rows.data, rows.row_stride, rows.column_stride, rows.slots, rows.first, rows.count};
+    load_rows(from, p_.value_dim, scratch.ones, one.output, padded<T>(p_.value_dim));
+    for (int64_t i = 0; i < rows.count; ++i) {
+      if (rows.row(i) < 0) continue;
+      const int64_t at = first + rows.row(i);
+      one.top[i] = static_cast<const T*>(data_.shift)[at];
+      one.total[i] = static_cast<const T*>(data_.total)[at];
+      if (data_.entropy) one.energy[i] = static_cast<const T*>(data_.entropy)[at];
+    }
+  }
+
+  // Rows of the call in natural order, whatever the parts' orders.
+  struct Unit {
+    int64_t head, first;
+    Rows<T> rows;
+  };
+  Unit natural_unit(int64_t unit) const {
+    const int64_t tiles = blocks_of(p_.queries, TILE), head = unit / tiles, tile = unit % tiles;
+    T* output = static_cast<T*>(data_.output) + head * p_.queries * p_.value_dim;
+    return {head, head * p_.queries,
+            {output, p_.value_dim, 1, nullptr, tile * TILE, least(TILE, p_.queries - tile * TILE)}};
+  }
+
+  void begin_unit(int64_t unit, ForwardScratch<T>& scratch, Worker&) {
+    const Unit at = natural_unit(unit);
+    Online<T>& one = scratch.tiles[0];
+    reset(one);
+    store_rows(one.output, padded<T>(p_.value_dim), p_.value_dim, scratch.ones, at.rows);
+    for (int64_t i = 0; i < at.rows.count; ++i) {
+      static_cast<T*>(data_.shift)[at.first + at.rows.first + i] = -INFINITE<T>;
+      static_cast<T*>(data_.total)[at.first + at.rows.first + i] = 0;
+      if (data_.entropy) static_cast<T*>(data_.entropy)[at.first + at.rows.first + i] = 0;
+    }
+  }
+
+  void finish_unit(int64_t unit, ForwardScratch<T>& scratch, Worker&) {
+    const Unit at = natural_unit(unit);
+    Online<T>& one = scratch.tiles[0];
+    take(at.rows, at.first, one, scratch);
+    finish(at.rows, at.first, at.head % p_.heads, one, scratch);
+  }
+
+  const Problem& p_;
+  const Forward& data_;
+  const int64_t output_stride_[4] = {0, 0, p_.value_dim, 1};
+  bool merged_ = false;
+  int64_t parts_ = 0, tiles_ = 0, stage_ = 0, groups_ = GROUP;
+  size_t scratch_ = 0;
+};
+
+inline Status run_forward(const Problem& problem, const Forward& data, const Run& run) {
+  if (problem.type == Type::float64) return ForwardPass<double>(problem, data).run(run);
+  return ForwardPass<float>(problem, data).run(run);
+}
+
+}  // namespace

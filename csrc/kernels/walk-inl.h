@@ -1,0 +1,91 @@
+// The key blocks that a block of queries sees, in ascending order.
+#pragma once
+
+#include "../abi.h"
+
+namespace {
+
+using qkv::Schedule;
+using qkv::TILE;
+
+constexpr int64_t NO_BLOCK = INT64_MAX;
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+struct Range {
+  int64_t first, stop;
+};
+
+// Walks the runs and the partial blocks of one row of a schedule within a range of key blocks.
+class Cursor {
+ public:
+  Cursor() = default;
+  Cursor(const Schedule& schedule, int64_t row, Range keys)
+      : run_(schedule.runs + 2 * schedule.row_ptr[row]),
+        runs_end_(schedule.runs + 2 * schedule.row_ptr[row + 1]),
+        partial_(schedule.partial + 2 * schedule.partial_ptr[row]),
+        partial_end_(schedule.partial + 2 * schedule.partial_ptr[row + 1]),
+        masks_(schedule.masks),
+        stop_(keys.stop) {
+    run_ = skip(run_, runs_end_, 1, keys.first + 1);
+    partial_ = skip(partial_, partial_end_, 0, keys.first);
+    full_ = run_ < runs_end_ ? most(run_[0], keys.first) : NO_BLOCK;
+    settle();
+  }
+
+  int64_t block() const { return block_; }  // NO_BLOCK at the end
+  const uint64_t* mask() const { return mask_; }  // null: full
+
+  void next() {
+    if (mask_) {
+      partial_ += 2;
+    } else if (++full_ == run_[1]) {
+      run_ += 2;
+      full_ = run_ < runs_end_ ? run_[0] : NO_BLOCK;
+    }
+    settle();
+  }
+
+ private:
+  // The first pair whose `field` is at least `value`.
+  static const int32_t* skip(const int32_t* first, const int32_t* end, int field, int64_t value) {
+    int64_t count = (end - first) / 2;
+    while (count > 0) {
+      const int64_t half = count / 2;
+      if (first[2 * half + field] < value) {
+        first += 2 * (half + 1);
+        count -= half + 1;
+      } else {
+        count = half;
+      }
+    }
+    return first;
+  }
+
+  void settle() {
+    const int64_t partial = partial_ < partial_end_ ? partial_[0] : NO_BLOCK;
+    block_ = least(full_, partial);
+    mask_ = partial < full_ ? masks_ + TILE * partial_[1] : nullptr;
+    if (block_ >= stop_) block_ = NO_BLOCK;
+  }
+
+  const int32_t *run_, *runs_end_, *partial_, *partial_end_;
+  const uint64_t* masks_;
+  int64_t stop_, full_;
+  int64_t block_ = NO_BLOCK;
+  const uint64_t* mask_ = nullptr;
+};
+
+// The keys of a tile between the first and the last that any query sees.
+inline Range seen_keys(const uint64_t* mask, int64_t count) {
+  Range keys{0, count};
+  if (mask) {
+    while (keys.first < count && !mask[keys.first]) ++keys.first;
+    while (keys.stop > keys.first && !mask[keys.stop - 1]) --keys.stop;
+  }
+  return keys;
+}
+
+}  // namespace

@@ -1,0 +1,10 @@
+#define QKV_BYTES 32  // of a vector
+#define QKV_PANEL 3  // vectors of a panel, and rows of a strip beside it: what the registers hold
+#define QKV_STRIP 4
+#include "../kernels/target-inl.h"
+
+namespace qkv {
+
+const Kernels KERNELS_AVX2{"avx2", run_forward, run_backward};
+
+}  // namespace qkv

@@ -1,0 +1,77 @@
+# The module that csrc/bind.cpp makes. Pointers are integers, 0 where there is nothing; what they point to must outlive
+# the call, and for a Plan the Plan.
+
+from typing import TypeAlias
+
+ABI: int
+
+_Four: TypeAlias = tuple[int, int, int, int]
+_Sizes: TypeAlias = tuple[int, int, int, int, int, int, int]  # B, H, G, L, S, D, V
+# query_rows, query_count, key_rows, key_count, rows, cols, row_ptr, runs, partial_ptr, partial, masks
+_Part: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int]
+_Bias: TypeAlias = tuple[int, int, _Four, _Four]  # kind, type, sizes, strides
+
+def isa() -> str: ...
+def available_isas() -> list[str]: ...
+def choose_isa(name: str) -> bool: ...
+
+class Plan:
+    def __init__(
+        self, members: list[list[_Part]], index_ptr: int, index_batch_stride: int, index_head_stride: int
+    ) -> None: ...
+
+class Call:
+    def __init__(
+        self,
+        plan: Plan,
+        type: int,  # noqa: A002
+        sizes: _Sizes,
+        query_stride: _Four,
+        key_stride: _Four,
+        value_stride: _Four,
+        scale: float,
+        softcap: float,
+        bias: _Bias | None,
+        dropout_threshold: int,
+        query_starts: list[int],
+        key_starts: list[int],
+        batch_origin: int,
+        head_origin: int,
+    ) -> None: ...
+    def forward(
+        self,
+        threads: int,
+        seed: int,
+        query: int,
+        key: int,
+        value: int,
+        bias: int,
+        sinks: int,
+        output: int,
+        lse: int,
+        max_scores: int,
+        shift: int,
+        total: int,
+        entropy: int,
+    ) -> None: ...
+    def backward(
+        self,
+        threads: int,
+        seed: int,
+        query: int,
+        key: int,
+        value: int,
+        bias: int,
+        sinks: int,
+        output: int,
+        shift: int,
+        total: int,
+        grad_output: int,
+        grad_output_stride: _Four,
+        grad_lse: int,
+        grad_query: int,
+        grad_key: int,
+        grad_value: int,
+        grad_bias: int,
+        grad_sinks: int,
+    ) -> None: ...

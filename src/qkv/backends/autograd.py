@@ -1,0 +1,130 @@
+"""How a backend of ours meets torch's differentiation: one autograd function over what an engine computes, and plain
+differentiable operations wherever a derivative of another kind is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
+
+from qkv.backends.base import Gradients, Outcome, Result, pattern_plan, without_autocast
+from qkv.backends.online import forward
+from qkv.patterns.schedule import PatternPlan
+from qkv.problem import Problem, Tensors
+from qkv.shapes import values_can_be_seen
+
+Wanted: TypeAlias = tuple[bool, ...]  # which of the tensors need a gradient, in the order of `Tensors`
+
+
+class Engine(Protocol):
+    """What computes numbers, without a graph."""
+
+    def answer(self, problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int) -> tuple[Outcome, bool]:
+        """The outcome, and whether care was needed to keep hidden content hidden."""
+
+    def gradients(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        plan: PatternPlan,
+        seed: int,
+        outcome: Outcome,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+        *,
+        careful: bool,
+    ) -> Gradients:
+        """Gradients in the inputs' types, None where not wanted; `careful` says that the outcome needed care."""
+
+
+def run(engine: Engine, problem: Problem, tensors: Tensors, seed: int) -> Result:
+    """Answer a problem by an engine, differentiable in whatever way the call is differentiated."""
+    plan = pattern_plan(problem)
+    if _transformed(tensors) or not values_can_be_seen(tensors.query):
+        outcome = forward(problem, tensors, plan, seed, careful=True)
+    elif problem.needs_grad:
+        return Result(*_Attention.apply(engine, problem, plan, seed, *tensors))  # type: ignore[no-untyped-call]
+    else:
+        with torch.no_grad():
+            outcome, _ = engine.answer(problem, tensors, plan, seed)
+    return _result(problem, outcome)
+
+
+def differentiable_gradients(
+    problem: Problem,
+    tensors: Tensors,
+    plan: PatternPlan,
+    seed: int,
+    wanted: Wanted,
+    grads: tuple[Tensor | None, Tensor | None],
+) -> Gradients:
+    """Gradients as functions that can be differentiated again: autograd through the plain forward pass."""
+    outcome = forward(problem, tensors, plan, seed, careful=True)
+    inputs = [tensor for tensor, needed in zip(tensors, wanted, strict=True) if needed and tensor is not None]
+    pairs = zip((outcome.output, outcome.lse), grads, strict=True)
+    linked = [(made, grad) for made, grad in pairs if made.requires_grad and grad is not None]
+    if not linked:  # nothing is seen
+        return Gradients(*(None if t is None else torch.zeros_like(t) for t in tensors))
+    outputs, grad_outputs = zip(*linked, strict=True)
+    found = iter(torch.autograd.grad(outputs, inputs, grad_outputs, create_graph=True, allow_unused=True))
+    return Gradients(*(next(found) if needed else None for needed in wanted))
+
+
+def _result(problem: Problem, outcome: Outcome) -> Result:
+    """What the caller asked for."""
+    top = outcome.max_scores if problem.aux.max_scores else None
+    return Result(outcome.output, outcome.lse, top, outcome.entropy if problem.aux.entropy else None)
+
+
+def _transformed(tensors: Tensors) -> bool:
+    """Whether a functorch transform or forward-mode differentiation is on: plain differentiable operations must run."""
+    if _are_functorch_transforms_active():
+        return True
+    given = [tensor for tensor in tensors if tensor is not None]
+    return _forward_level() and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
+
+
+def _forward_level() -> bool:
+    """Whether forward-mode differentiation is on; outside it tensors cannot be asked for tangents."""
+    return forward_ad._current_level >= 0  # noqa: SLF001 - torch has no public way to ask
+
+
+class _Attention(torch.autograd.Function):
+    """Forward without a graph; backward by the engine, or through plain operations where it is differentiated itself.
+
+    Gives the fields of a `Result`; only output and lse carry gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, engine: Engine, problem: Problem, plan: PatternPlan, seed: int, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        outcome, careful = engine.answer(problem, Tensors(*tensors), plan, seed)  # type: ignore[arg-type]
+        ctx.save_for_backward(*tensors, *outcome)
+        ctx.question = engine, problem, plan, seed, careful
+        ctx.set_materialize_grads(False)
+        result = _result(problem, outcome)
+        ctx.mark_non_differentiable(*(extra for extra in result[2:] if extra is not None))
+        return tuple(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None) -> Any:
+        engine, problem, plan, seed, careful = ctx.question
+        saved = ctx.saved_tensors  # read once: recomputing checkpoints allow no more
+        tensors, outcome, wanted = Tensors(*saved[:5]), Outcome(*saved[5:]), ctx.needs_input_grad[4:]
+        with without_autocast(problem.device):
+            if torch.is_grad_enabled():
+                grads = grad_output, grad_lse
+                gradients = differentiable_gradients(problem, tensors, plan, seed, wanted, grads)
+            else:
+                if grad_output is None:
+                    grad_output = torch.zeros_like(outcome.output)
+                gradients = engine.gradients(
+                    problem, tensors, plan, seed, outcome, grad_output, grad_lse, wanted, careful=careful
+                )
+        return None, None, None, None, *gradients

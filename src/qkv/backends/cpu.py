@@ -1,0 +1,192 @@
+"""The native CPU core: every pattern in float32 and float64, forward and backward, at the cost of its tiles."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkv.backends.autograd import Wanted, run
+from qkv.backends.base import Cost, Gradients, Outcome, Result, pattern_plan
+from qkv.backends.extension import MISSING, native
+from qkv.dropout import threshold
+from qkv.patterns.axis import TILE, Axis, Ordered
+from qkv.patterns.schedule import Part, PatternPlan
+from qkv.problem import Problem, Tensors
+from qkv.shapes import dtype_name
+
+TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+KINDS = {"tensor": 1, "alibi": 2, "relative": 3}
+WIDEST = 256  # the greatest D and V
+TOGETHER = 4  # query tiles that share a block of keys, and so its way through memory
+
+
+class Cpu:
+    """What csrc/ computes, for tensors in the processor's memory."""
+
+    name = "cpu"
+    unavailable = MISSING
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        reasons = []
+        if problem.device.type not in {"cpu", "meta"}:
+            reasons.append(f"it runs on the CPU, the tensors are on {problem.device}")
+        if problem.dtype not in {torch.float32, torch.float64}:
+            reasons.append(f"it takes float32 and float64, not {dtype_name(problem.dtype)}")
+        if max(problem.head_dim, problem.value_dim) > WIDEST:
+            widths = f"D = {problem.head_dim}, V = {problem.value_dim}"
+            reasons.append(f"it takes widths up to {WIDEST}, not {widths}")
+        return reasons
+
+    def cost(self, problem: Problem) -> Cost:
+        plan = pattern_plan(problem)
+        rows, size = problem.batch * problem.heads * problem.queries, problem.dtype.itemsize
+        computed, widths = plan.tiles * TILE * TILE, problem.head_dim + problem.value_dim
+        scratch = torch.get_num_threads() * TOGETHER * TILE * (2 * widths + 6 * TILE) * size
+        return Cost(
+            pairs=plan.pairs,
+            computed=computed,
+            flops=2 * computed * widths,
+            bytes_moved=(rows * widths + plan.tiles * TILE * widths // TOGETHER) * size,
+            peak_bytes=rows * (problem.value_dim + 3) * size + scratch,
+        )
+
+    def run(self, problem: Problem, tensors: Tensors, seed: int) -> Result:
+        return run(self, problem, tensors, seed)
+
+    def answer(self, problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int) -> tuple[Outcome, bool]:
+        """The core looks at each tile that it makes, and makes it again with care where it is not finite."""
+        query, aux = tensors.query, problem.aux
+        rows = (problem.batch, problem.heads, problem.queries)
+        output = query.new_empty((*rows, problem.value_dim))
+        lse, shift, total = query.new_empty((3, *rows)).unbind(0)
+        max_scores = query.new_empty(rows) if aux.max_scores else None
+        entropy = query.new_empty(rows) if aux.entropy else None
+        given = as_the_core_reads(problem, tensors)
+        native_call(problem, given, plan).forward(
+            torch.get_num_threads(),
+            seed,
+            *map(address, given),
+            *map(address, (output, lse, max_scores, shift, total, entropy)),
+        )
+        return Outcome(output, lse, shift, total, max_scores, entropy), False
+
+    def gradients(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        plan: PatternPlan,
+        seed: int,
+        outcome: Outcome,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+        *,
+        careful: bool,
+    ) -> Gradients:
+        """Gradients of each kind are looked at when they are whole, and made again with care where not finite."""
+        given = as_the_core_reads(problem, tensors)
+        made = [
+            tensor.new_empty(tensor.shape) if tensor is not None and want else None
+            for tensor, want in zip(given, wanted, strict=True)
+        ]
+        if made[3] is not None and problem.bias == "tensor":
+            made[3] = made[3].to(problem.compute_dtype)
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        native_call(problem, given, plan).backward(
+            torch.get_num_threads(),
+            seed,
+            *map(address, given),
+            *map(address, (outcome.output, outcome.shift, outcome.total, grad_output)),
+            grad_output.stride(),
+            *map(address, (grad_lse, *made)),
+        )
+        return Gradients(
+            *(g if g is None or t is None else g.to(t.dtype) for g, t in zip(made, tensors, strict=True))
+        )
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's numbers begin; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def as_the_core_reads(problem: Problem, tensors: Tensors) -> Tensors:
+    """Slopes, tables and sinks, which are small, dense and in the type of the call; all else as it is."""
+    bias, sinks = tensors.bias, tensors.sinks
+    if bias is not None and problem.bias != "tensor":
+        bias = bias.to(problem.dtype).contiguous()
+    if sinks is not None:
+        sinks = sinks.to(problem.dtype).contiguous()
+    return tensors._replace(bias=bias, sinks=sinks)
+
+
+def native_call(problem: Problem, tensors: Tensors, plan: PatternPlan) -> native.Call:
+    """The problem as the core knows it, for tensors of these strides."""
+    bias = None
+    if tensors.bias is not None and problem.bias is not None:
+        size = (*tensors.bias.shape, 1, 1, 1)[:4]
+        stride = (*tensors.bias.stride(), 0, 0, 0)[:4]
+        stride = tuple(0 if n == 1 else step for n, step in zip(size, stride, strict=True))
+        bias = (KINDS[problem.bias], TYPES[tensors.bias.dtype], size, stride)
+    origin = problem.origin
+    return native.Call(
+        native_plan(plan),
+        TYPES[problem.dtype],
+        (
+            problem.batch,
+            problem.heads,
+            problem.kv_heads,
+            problem.queries,
+            problem.keys,
+            problem.head_dim,
+            problem.value_dim,
+        ),
+        tensors.query.stride(),
+        tensors.key.stride(),
+        tensors.value.stride(),
+        problem.scale,
+        problem.softcap or 0.0,
+        bias,
+        threshold(problem.dropout_p),
+        list(origin.query),
+        list(origin.key),
+        origin.batch,
+        origin.head,
+    )
+
+
+_PLANS: WeakKeyDictionary[PatternPlan, native.Plan] = WeakKeyDictionary()
+
+
+def native_plan(plan: PatternPlan) -> native.Plan:
+    """The addresses of a plan's arrays, which live as long as the plan."""
+    if plan not in _PLANS:
+        batch, heads = plan.index.shape
+        members = [[_addresses(part) for part in member.parts] for member in plan.members]
+        strides = (0 if batch == 1 else heads), (0 if heads == 1 else 1)
+        _PLANS[plan] = native.Plan(members, plan.index.ctypes.data, *strides)
+    return _PLANS[plan]
+
+
+def _addresses(part: Part) -> tuple[int, ...]:
+    schedule = part.schedule
+    arrays = (schedule.row_ptr, schedule.runs, schedule.partial_ptr, schedule.partial, schedule.masks)
+    assert all(array.flags.c_contiguous for array in arrays)
+    return (
+        *_slots(part.queries),
+        *_slots(part.keys),
+        schedule.rows,
+        schedule.cols,
+        *(array.ctypes.data for array in arrays),
+    )
+
+
+def _slots(axis: Axis) -> tuple[int, int]:
+    """The row of each slot as an array's address, 0 in natural order, and how many there are."""
+    if not isinstance(axis, Ordered):
+        return 0, axis.count
+    assert axis.index.dtype == np.int32 and axis.index.flags.c_contiguous
+    return axis.index.ctypes.data, axis.count
