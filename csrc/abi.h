@@ -81,13 +81,13 @@ struct Forward {
   void* output;
   void* lse;         // natural logarithm; may be null
   void* max_scores;  // natural units, without the sink; may be null
-  void* shift;       // bits, with the sink: a weight is 2^(score - shift) / total
+  void* shift;       // bits, with the sink: a weight is 2^(score - shift) / total; may be null, with total
   void* total;       // 1 where nothing is seen
   void* entropy;     // nats; may be null
 };
 
 // Gradients are contiguous in the order of their tensor's axes and are overwritten; null: not wanted.
-// A bias gradient has the bias's sizes; that of alibi and relative is reduced from `bias_parts`.
+// A bias gradient has the bias's sizes.
 struct Backward {
   const void *query, *key, *value, *bias, *sinks;
   uint64_t seed;

@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -86,10 +87,20 @@ Bias bias(const std::optional<BiasTuple>& given) {
 
 unsigned long main_thread;  // that handles signals, as Python names it
 
+// Before 3.14, Python ends a thread that asks for the GIL when the interpreter is gone. That cannot end well among C++
+// frames, so the thread rests here until the process is gone too.
+void take_gil(PyThreadState* state) {
+  try {
+    PyEval_RestoreThread(state);
+  } catch (...) {
+    for (;;) pause();
+  }
+}
+
 // Runs in the thread that called, which gave its GIL away and put its state here.
 int32_t ask_python(void* context) {
   auto& state = *static_cast<PyThreadState**>(context);
-  PyEval_RestoreThread(state);
+  take_gil(state);
   const int raised = PyErr_CheckSignals();
   state = PyEval_SaveThread();
   return raised;
@@ -101,7 +112,7 @@ void run(int32_t threads, Compute compute) {
   PyThreadState* state = PyEval_SaveThread();
   const bool asks = PyThread_get_thread_ident() == main_thread;
   const Status status = compute(Run{threads, asks ? ask_python : nullptr, &state});
-  PyEval_RestoreThread(state);
+  take_gil(state);
   if (status == Status::interrupted) nb::raise_python_error();
   if (status == Status::out_of_memory) throw std::bad_alloc();
 }

@@ -9,11 +9,6 @@
 #include "careful-inl.h"
 #include "scores-inl.h"
 
-extern "C" {
-void* malloc(size_t);
-void free(void*);
-}
-
 namespace {
 
 using qkv::Backward;
@@ -94,17 +89,6 @@ void grade_column(const Asked<T>& one, int64_t lane, Range keys, T* s, T* ds, co
     store(ds + at, grad);
   }
 }
-
-// Memory that one call holds beside its tensors.
-class Buffer {
- public:
-  ~Buffer() { free(data_); }
-  bool reserve(size_t bytes) { return bytes == 0 || (data_ = malloc(bytes)) != nullptr; }
-  void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-};
 
 template <class T>
 void clear(void* data, int64_t first, int64_t count) {
@@ -332,7 +316,7 @@ class BackwardPass {
     }
     load_padded(grads, p_.value_dim, scratch.factors, one.grad_by_row, wide_v);
     transpose(one.grad_by_row, wide_v, one.width, wide_v, one.grad_by_lane, one.width);
-    for (int64_t i = 0; i < TILE * wide_d; i += LANES<T>) store(one.grad_query + i, F<T>{});
+    for (int64_t i = 0; i < one.count * wide_d; i += LANES<T>) store(one.grad_query + i, F<T>{});
   }
 
   static void fill(T* numbers, T x) {

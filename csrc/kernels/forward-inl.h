@@ -97,6 +97,11 @@ class ForwardPass {
 
   Status run(const Run& run) {
     const int64_t heads = p_.batch * p_.heads, rows = blocks_of(p_.queries, TILE);
+    if (merged_ && !data_.shift) {
+      if (!state_.reserve(2 * heads * p_.queries * sizeof(T))) return Status::out_of_memory;
+      data_.shift = state_.data();
+      data_.total = static_cast<T*>(state_.data()) + heads * p_.queries;
+    }
     Status status = Status::ok;
     if (merged_) status = each(run, heads * rows, &ForwardPass::begin_unit);
     groups_ = groups_for(run.threads);
@@ -189,7 +194,7 @@ class ForwardPass {
 
   void reset(Online<T>& one) {
     const int64_t wide = padded<T>(p_.value_dim);
-    for (int64_t i = 0; i < TILE * wide; i += LANES<T>) store(one.output + i, F<T>{});
+    for (int64_t i = 0; i < one.count * wide; i += LANES<T>) store(one.output + i, F<T>{});
     for (int64_t i = 0; i < TILE; ++i) one.top[i] = -INFINITE<T>, one.total[i] = one.energy[i] = 0;
   }
 
@@ -278,11 +283,12 @@ class ForwardPass {
       scratch.decay[i] = factor * kept / total;
       if (rows.row(i) < 0) continue;
       const int64_t at = first + rows.row(i);
-      const T lse = nothing ? -INFINITE<T> : shift * static_cast<T>(LN_2) + static_cast<T>(__builtin_log(total));
-      static_cast<T*>(data_.shift)[at] = shift;
-      static_cast<T*>(data_.total)[at] = total;
-      if (data_.lse) static_cast<T*>(data_.lse)[at] = lse;
+      if (data_.shift) static_cast<T*>(data_.shift)[at] = shift;
+      if (data_.total) static_cast<T*>(data_.total)[at] = total;
       if (data_.max_scores) static_cast<T*>(data_.max_scores)[at] = one.top[i] * static_cast<T>(LN_2);
+      if (!data_.lse && !data_.entropy) continue;
+      const T lse = nothing ? -INFINITE<T> : shift * static_cast<T>(LN_2) + static_cast<T>(__builtin_log(total));
+      if (data_.lse) static_cast<T*>(data_.lse)[at] = lse;
       if (data_.entropy) {
         const T energy = one.energy[i] * static_cast<T>(LN_2);
         static_cast<T*>(data_.entropy)[at] = nothing ? 0 : factor * (keys * lse - energy) / total;
@@ -309,6 +315,7 @@ class ForwardPass {
   }
 
   void take(const Rows<T>& rows, int64_t first, Online<T>& one, ForwardScratch<T>& scratch) {
+    one.count = rows.count;
     reset(one);
     const Rows<const T> from{rows.data, rows.row_stride, rows.column_stride, rows.slots, rows.first, rows.count};
     load_rows(from, p_.value_dim, scratch.ones, one.output, padded<T>(p_.value_dim));
@@ -336,6 +343,7 @@ class ForwardPass {
   void begin_unit(int64_t unit, ForwardScratch<T>& scratch, Worker&) {
     const Unit at = natural_unit(unit);
     Online<T>& one = scratch.tiles[0];
+    one.count = at.rows.count;
     reset(one);
     store_rows(one.output, padded<T>(p_.value_dim), p_.value_dim, scratch.ones, at.rows);
     for (int64_t i = 0; i < at.rows.count; ++i) {
@@ -353,11 +361,12 @@ class ForwardPass {
   }
 
   const Problem& p_;
-  const Forward& data_;
+  Forward data_;
   const int64_t output_stride_[4] = {0, 0, p_.value_dim, 1};
   bool merged_ = false;
   int64_t parts_ = 0, tiles_ = 0, stage_ = 0, groups_ = GROUP;
   size_t scratch_ = 0;
+  Buffer state_;
 };
 
 inline Status run_forward(const Problem& problem, const Forward& data, const Run& run) {

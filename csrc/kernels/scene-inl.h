@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dropout-inl.h"
+#include "memory-inl.h"
 #include "rows-inl.h"
 
 namespace {
@@ -11,27 +12,6 @@ using qkv::BiasKind;
 using qkv::Part;
 using qkv::Problem;
 using qkv::Type;
-
-// Memory for one unit of work, handed out piece by piece; without a base it only counts.
-class Arena {
- public:
-  explicit Arena(void* base) : at_(static_cast<char*>(base)) {}
-
-  template <class T>
-  T* take(int64_t count) {
-    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
-    T* piece = reinterpret_cast<T*>(at_);
-    if (at_) at_ += bytes;
-    used_ += bytes;
-    return piece;
-  }
-
-  size_t used() const { return used_; }
-
- private:
-  char* at_;
-  size_t used_ = 0;
-};
 
 template <class T>
 const T* offset(const void* data, const int64_t* stride, int64_t b, int64_t h) {

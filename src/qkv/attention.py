@@ -15,11 +15,13 @@ from qkv.dispatch import Choice, choose
 from qkv.dropout import draw_seed
 from qkv.errors import InvertedMaskWarning, MaskError, ShapeError, message
 from qkv.inputs import in_call
+from qkv.operators import answer_in_graph, captured
 from qkv.patterns.given import mask
 from qkv.patterns.named import causal
 from qkv.patterns.pattern import Pattern
 from qkv.problem import Problem, Tensors
 from qkv.question import Question, as_autocast_does, ask
+from qkv.remembered import key_of, recall, remember
 from qkv.scores import Alibi, Relative
 from qkv.shapes import check_dense, values_can_be_seen, view_inputs
 from qkv.types import AuxOutput, AuxRequest, Layout
@@ -109,6 +111,12 @@ def attention(
     >>> attention(query, key, key, scale=1.0)
     tensor([[0.7311, 1.7311]])
     """
+    call = None
+    if bias is None and sinks is None and generator is None and return_aux is None:
+        call = key_of(query, key, value, pattern, query_offset, (scale, softcap, dropout_p, layout, backend))
+    known = recall(call)
+    if known is not None:
+        return known.answer(query, key, value)
     with in_call(query, key, value, pattern):
         question = ask(
             query,
@@ -125,8 +133,13 @@ def attention(
             layout=layout,
             return_aux=return_aux,
         )
-        choice = choose(question.problem, backend)
-    output, aux = _answer(question, choice, generator)
+        choice = None if captured(question, generator) else choose(question.problem, backend)
+    if choice is None:
+        output, aux = answer_in_graph(question, backend, generator)
+    else:
+        output, aux = _answer(question, choice, generator)
+        remember(call, question, choice, pattern)
+    output = question.restore(output)
     return output if return_aux is None else (output, aux)
 
 
@@ -170,19 +183,20 @@ def scaled_dot_product_attention(
             query_offset=0,
             broadcast=True,
         )
-        choice = choose(question.problem, "auto")
-    return _answer(question, choice, None)[0]
+        choice = None if captured(question, None) else choose(question.problem, "auto")
+    output, _ = answer_in_graph(question, "auto", None) if choice is None else _answer(question, choice, None)
+    return question.restore(output)
 
 
 def _answer(question: Question, choice: Choice, generator: torch.Generator | None) -> tuple[Tensor, AuxOutput]:
-    """Draw the seed, run, and give the result the caller's form."""
+    """Draw the seed and run: the output (B, H, L, V), and what else was asked for."""
     problem = question.problem
     seed = draw_seed(generator) if problem.dropout_p else 0
     with without_autocast(problem.device):
         result = choice.backend.run(problem, question.tensors, seed)
         _warn_if_all_hidden(problem, question.tensors, result)
         aux = collect(problem, question.tensors, result)
-    return question.restore(result.output), aux
+    return result.output, aux
 
 
 def _warn_if_all_hidden(problem: Problem, tensors: Tensors, result: Result) -> None:

@@ -85,6 +85,8 @@ def check_dense(name: str, tensor: object) -> Tensor:
         kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else "sparse"
         seen = f"got a {kind} tensor ({str(tensor.layout).removeprefix('torch.')})"
         raise UnsupportedError(message(f"`{name}` must be a dense tensor", seen, _REMEDIES[kind]))
+    if torch.compiler.is_dynamo_compiling():  # which cannot ask; the operator is given a resolved one
+        return tensor
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 

@@ -4,7 +4,7 @@ differentiable operations wherever a derivative of another kind is asked for.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from qkv.shapes import values_can_be_seen
 Wanted: TypeAlias = tuple[bool, ...]  # which of the tensors need a gradient, in the order of `Tensors`
 
 
+@runtime_checkable
 class Engine(Protocol):
     """What computes numbers, without a graph."""
 
@@ -45,7 +46,7 @@ class Engine(Protocol):
 def run(engine: Engine, problem: Problem, tensors: Tensors, seed: int) -> Result:
     """Answer a problem by an engine, differentiable in whatever way the call is differentiated."""
     plan = pattern_plan(problem)
-    if _transformed(tensors) or not values_can_be_seen(tensors.query):
+    if transformed(tensors) or not values_can_be_seen(tensors.query):
         outcome = forward(problem, tensors, plan, seed, careful=True)
     elif problem.needs_grad:
         return Result(*_Attention.apply(engine, problem, plan, seed, *tensors))  # type: ignore[no-untyped-call]
@@ -81,7 +82,7 @@ def _result(problem: Problem, outcome: Outcome) -> Result:
     return Result(outcome.output, outcome.lse, top, outcome.entropy if problem.aux.entropy else None)
 
 
-def _transformed(tensors: Tensors) -> bool:
+def transformed(tensors: Tensors) -> bool:
     """Whether a functorch transform or forward-mode differentiation is on: plain differentiable operations must run."""
     if _are_functorch_transforms_active():
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -57,6 +58,56 @@ class Cpu:
         return run(self, problem, tensors, seed)
 
     def answer(self, problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int) -> tuple[Outcome, bool]:
+        return Prepared.of(problem, tensors, plan).answer(problem, tensors, plan, seed)
+
+    def gradients(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        plan: PatternPlan,
+        seed: int,
+        outcome: Outcome,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+        *,
+        careful: bool,
+    ) -> Gradients:
+        prepared = Prepared.of(problem, tensors, plan)
+        return prepared.gradients(
+            problem, tensors, plan, seed, outcome, grad_output, grad_lse, wanted, careful=careful
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """An engine for one problem, made ready: for tensors of the strides that it was made with."""
+
+    call: native.Call
+
+    @classmethod
+    def of(cls, problem: Problem, tensors: Tensors, plan: PatternPlan) -> Prepared:
+        return cls(native_call(problem, as_the_core_reads(problem, tensors), plan))
+
+    def output(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shape: tuple[int, ...],
+        seed: int,
+        state: Tensor | None = None,
+    ) -> Tensor:
+        """The output alone, of q, k and v alone; `state` (2, B, H, L) takes shift and total."""
+        output, shift, total = query.new_empty(shape), 0, 0
+        if state is not None:
+            shift = state.data_ptr()
+            total = shift + state.nbytes // 2
+        given = query.data_ptr(), key.data_ptr(), value.data_ptr(), 0, 0
+        self.call.forward(torch.get_num_threads(), seed, *given, output.data_ptr(), 0, 0, shift, total, 0)
+        return output
+
+    def answer(self, problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int) -> tuple[Outcome, bool]:
         """The core looks at each tile that it makes, and makes it again with care where it is not finite."""
         query, aux = tensors.query, problem.aux
         rows = (problem.batch, problem.heads, problem.queries)
@@ -64,11 +115,10 @@ class Cpu:
         lse, shift, total = query.new_empty((3, *rows)).unbind(0)
         max_scores = query.new_empty(rows) if aux.max_scores else None
         entropy = query.new_empty(rows) if aux.entropy else None
-        given = as_the_core_reads(problem, tensors)
-        native_call(problem, given, plan).forward(
+        self.call.forward(
             torch.get_num_threads(),
             seed,
-            *map(address, given),
+            *map(address, as_the_core_reads(problem, tensors)),
             *map(address, (output, lse, max_scores, shift, total, entropy)),
         )
         return Outcome(output, lse, shift, total, max_scores, entropy), False
@@ -86,19 +136,16 @@ class Cpu:
         *,
         careful: bool,
     ) -> Gradients:
-        """Gradients of each kind are looked at when they are whole, and made again with care where not finite."""
-        given = as_the_core_reads(problem, tensors)
+        """The core looks at the gradients when they are whole, and makes them again with care where not finite."""
         made = [
-            tensor.new_empty(tensor.shape) if tensor is not None and want else None
-            for tensor, want in zip(given, wanted, strict=True)
+            tensor.new_empty(tensor.shape, dtype=problem.dtype) if tensor is not None and want else None
+            for tensor, want in zip(tensors, wanted, strict=True)
         ]
-        if made[3] is not None and problem.bias == "tensor":
-            made[3] = made[3].to(problem.compute_dtype)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        native_call(problem, given, plan).backward(
+        self.call.backward(
             torch.get_num_threads(),
             seed,
-            *map(address, given),
+            *map(address, as_the_core_reads(problem, tensors)),
             *map(address, (outcome.output, outcome.shift, outcome.total, grad_output)),
             grad_output.stride(),
             *map(address, (grad_lse, *made)),

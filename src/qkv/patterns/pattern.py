@@ -83,7 +83,7 @@ class Pattern:
         return hash(self._form)
 
     def __str__(self) -> str:
-        return self.text
+        return self.form if torch.compiler.is_dynamo_compiling() else self.text
 
     def __repr__(self) -> str:
         return f"Pattern({self.text})"

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +22,24 @@ SIGHTS = 4  # patterns of one form and tensors of one shape that are remembered
 
 
 class Sight(NamedTuple):
-    """A pattern and the tensors from which it was read."""
+    """A pattern, the tensors from which it was read, and what its users know of it, as long as it is remembered."""
 
     tensors: tuple[Tensor, ...]
     pattern: Pattern
+    known: dict[Hashable, Any]
 
 
-def recall(form: str, tensors: Sequence[Tensor]) -> Pattern:
-    """The pattern of a form and its tensors; an equal one of before, with all that it has worked out, where possible.
+def recall(form: str, tensors: Sequence[Tensor]) -> Sight:
+    """The pattern of a form and its tensors, as it was seen before where possible.
 
     Raises the errors of the constructors.
     """
-    return _MEMORY.pattern(form, tensors) if tensors else _literal(form)
+    return _MEMORY.sight(form, tensors) if tensors else _literal(form)
 
 
 @lru_cache(maxsize=FORMS)
-def _literal(form: str) -> Pattern:
-    return read_form(form, ())
+def _literal(form: str) -> Sight:
+    return Sight((), read_form(form, ()), {})
 
 
 class Memory:
@@ -51,7 +52,7 @@ class Memory:
         self._seen: OrderedDict[tuple[object, ...], list[Sight]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def pattern(self, form: str, tensors: Sequence[Tensor]) -> Pattern:
+    def sight(self, form: str, tensors: Sequence[Tensor]) -> Sight:
         """The pattern of a form and at least one tensor."""
         given = [tensor.detach().cpu() for tensor in tensors]
         key = (form, *((tensor.dtype, tensor.shape) for tensor in given))
@@ -59,10 +60,10 @@ class Memory:
             known = self._seen.get(key, ())
         for sight in known:
             if all(_same(old, new) for old, new in zip(sight.tensors, given, strict=True)):
-                return sight.pattern
-        made = Sight(tuple(tensor.clone() for tensor in given), read_form(form, given))
+                return sight
+        made = Sight(tuple(tensor.clone() for tensor in given), read_form(form, given), {})
         self._remember(key, made)
-        return made.pattern
+        return made
 
     def _remember(self, key: tuple[object, ...], sight: Sight) -> None:
         with self._lock:
@@ -78,7 +79,7 @@ class Memory:
 def _same(old: Tensor, new: Tensor) -> bool:
     """Whether tensors of one type and shape hold the same; booleans eight at a time."""
     if old.dtype == torch.bool and old.numel() % 8 == 0:
-        old, new = (tensor.flatten().view(torch.int64) for tensor in (old, new))
+        old, new = (tensor.contiguous().view(-1).view(torch.int64) for tensor in (old, new))
     return torch.equal(old, new)
 
 

@@ -1,0 +1,146 @@
+"""Calls like an earlier one: what was asked of tensors of the same form is not checked and planned again.
+
+Only for calls of q, k and v that the native core answers; all others take the usual way.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from qkv.backends.autograd import differentiable_gradients
+from qkv.backends.base import Outcome, pattern_plan, without_autocast
+from qkv.backends.cpu import Cpu, Prepared
+from qkv.dispatch import Choice
+from qkv.dropout import draw_seed
+from qkv.patterns.pattern import Pattern
+from qkv.patterns.schedule import PatternPlan
+from qkv.problem import Problem, Tensors
+from qkv.question import Question
+from qkv.settings import BACKEND, read
+
+MOST = 256  # calls remembered
+PLAIN = (Tensor, Parameter)
+SIMPLE = (type(None), int, float, str)  # options that equal one another only where they mean the same
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """A call that was asked before: its problem, plan and native form."""
+
+    pattern: object  # kept, since the key may hold its identity
+    problem: Problem
+    plan: PatternPlan
+    prepared: Prepared
+    swapped: bool  # layout BLHD
+    shape: tuple[int, int, int, int]  # of the output, (B, H, L, V)
+
+    def answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.swapped:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        seed = draw_seed(None) if self.problem.dropout_p else 0
+        if self.problem.needs_grad:
+            output: Tensor = _Known.apply(self, seed, query, key, value)  # type: ignore[no-untyped-call]
+        else:
+            output = self.prepared.output(query, key, value, self.shape, seed)
+        return output.transpose(1, 2) if self.swapped else output
+
+
+class _Known(torch.autograd.Function):
+    """The output alone, from q, k and v alone: what a remembered call needs, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Known, seed: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        state = query.new_empty((2, *known.shape[:3]))
+        output = known.prepared.output(query, key, value, known.shape, seed, state)
+        ctx.save_for_backward(query, key, value, output, state)
+        ctx.question = known, seed
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        known, seed = ctx.question
+        query, key, value, output, state = ctx.saved_tensors
+        problem, tensors = known.problem, Tensors(query, key, value)
+        wanted = (*ctx.needs_input_grad[2:], False, False)
+        with without_autocast(problem.device):
+            if torch.is_grad_enabled():
+                grads = grad_output, None
+                gradients = differentiable_gradients(problem, tensors, known.plan, seed, wanted, grads)
+            else:
+                outcome = Outcome(output, output, *state.unbind(0), None, None)
+                gradients = known.prepared.gradients(
+                    problem, tensors, known.plan, seed, outcome, grad_output, None, wanted, careful=False
+                )
+        return None, None, *gradients[:3]
+
+
+_known: OrderedDict[Hashable, Known] = OrderedDict()
+
+
+def key_of(
+    query: Tensor, key: Tensor, value: Tensor, pattern: object, offset: object, options: tuple[object, ...]
+) -> Hashable | None:
+    """What tells one call from another, values in the tensors apart; None where a call is not to be remembered."""
+    if torch.compiler.is_compiling() or _are_functorch_transforms_active():
+        return None
+    if not (_is_plain(query) and _is_plain(key) and _is_plain(value)):
+        return None
+    if not (offset is None or type(offset) is int) or any(type(option) not in SIMPLE for option in options):
+        return None
+    if torch.is_autocast_enabled("cpu") or forward_ad._current_level >= 0:  # noqa: SLF001 - no public way to ask
+        return None
+    graded = torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad)
+    shapes = query.shape, key.shape, value.shape
+    strides = query.stride(), key.stride(), value.stride()
+    dtypes = query.dtype, key.dtype, value.dtype
+    return shapes, strides, dtypes, graded, _name(pattern), offset, options, read(BACKEND)
+
+
+def _is_plain(tensor: object) -> bool:
+    """Whether it is a dense 4-D tensor in the processor's memory, and nothing that only behaves like one."""
+    if type(tensor) not in PLAIN:
+        return False
+    assert isinstance(tensor, Tensor)
+    dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg())
+    return dense and tensor.is_cpu and tensor.ndim == 4
+
+
+def _name(pattern: object) -> Hashable:
+    """A pattern of literals by its text, all else by identity."""
+    if isinstance(pattern, Pattern) and not pattern.tensors and "<" not in pattern.form:
+        return pattern.form, pattern.align
+    return id(pattern)
+
+
+def recall(key: Hashable | None) -> Known | None:
+    """The call of this key, if it was asked before."""
+    return None if key is None else _known.get(key)
+
+
+def remember(key: Hashable | None, question: Question, choice: Choice, pattern: object) -> None:
+    """Keep a call that was checked and answered."""
+    if key is None or not isinstance(choice.backend, Cpu):
+        return
+    problem = question.problem
+    plan = pattern_plan(problem)
+    if not plan.pairs:
+        return  # it warns each time
+    _known[key] = Known(
+        pattern,
+        problem,
+        plan,
+        Prepared.of(problem, question.tensors, plan),
+        question.views.layout == "BLHD",
+        (problem.batch, problem.heads, problem.queries, problem.value_dim),
+    )
+    if len(_known) > MOST:
+        _known.popitem(last=False)
