@@ -87,7 +87,7 @@ struct Forward {
 };
 
 // Gradients are contiguous in the order of their tensor's axes and are overwritten; null: not wanted.
-// A bias gradient has the bias's sizes.
+// A bias gradient has the bias's sizes, and comes filled with zeros.
 struct Backward {
   const void *query, *key, *value, *bias, *sinks;
   uint64_t seed;

@@ -207,7 +207,7 @@ class BackwardPass {
   // All gradients of the tensors, by one stage over heads or by stages over keys and over queries.
   Status make(const Run& run) {
     clear<T>(shares_.data(), 0, chunks_ * share_ * p_.batch * p_.heads);
-    if (bias_for_ && !share_) clear<T>(data_.grad_bias, 0, p_.bias.size[0] * p_.bias.size[1] * p_.bias.size[2] * p_.bias.size[3]);
+    if (careful_ && bias_for_ && !share_) clear<T>(data_.grad_bias, 0, bias_size());
     const Status cleared = each(run, p_.batch * p_.heads, &BackwardPass::clear_unit);
     if (cleared != Status::ok) return cleared;
     wanted_ = FOR_QUERIES | FOR_KEYS;
@@ -231,6 +231,7 @@ class BackwardPass {
     return stage == FOR_KEYS ? data_.grad_key || data_.grad_value : data_.grad_query != nullptr;
   }
 
+  int64_t bias_size() const { return p_.bias.size[0] * p_.bias.size[1] * p_.bias.size[2] * p_.bias.size[3]; }
   int64_t unit_heads() const { return all_heads_ ? p_.heads : group_; }
   int64_t units() const { return (all_batch_ ? least(p_.batch, 1) : p_.batch) * (all_heads_ ? 1 : p_.kv_heads); }
 
@@ -384,89 +385,114 @@ class BackwardPass {
   void grade(const Scene<T>& scene, const Region& region, Asked<T>& one, int64_t block, int64_t key_count,
              const Panel<T>& keys, const Panel<T>& values, const Sum& grad_keys, const Sum& grad_values,
              BackwardScratch<T>& scratch) {
-    const uint64_t* mask = one.cursor.mask();
-    const Range seen = seen_keys(mask, key_count);
-    const int64_t width = one.width, found = seen.stop - seen.first, wide_d = padded<T>(p_.head_dim);
-    if (found <= 0) return;
+    const Range all{0, key_count};
     if (p_.dropout_threshold || p_.bias.kind != BiasKind::none) {
       locate_tile(scene, one.tile, one.count, block, key_count, *scratch.at);
     }
-    T *s = scratch.scores + seen.first * width, *ds = scratch.grads + seen.first * width;
-    const T *key = keys.data + seen.first * keys.stride, *value = values.data + seen.first * values.stride;
-    multiply<T, Order::rows>({Start::zero, nullptr, key, keys.stride, one.by_lane, width, s, width}, found, width,
-                             p_.head_dim);
-    const TileBias<T> bias = tile_bias(scene, data_.bias, one.tile, block, *scratch.at, seen, width, scratch.rows,
-                                       scratch.bias);
-    const Shape<T> shape{width, seen, mask, bias, static_cast<T>(p_.softcap * LOG2_E)};
-    T* slope = p_.softcap != 0 ? scratch.slope : nullptr;
-    shape_scores(shape, scratch.scores, slope, static_cast<T*>(nullptr));
-    if constexpr (CAREFUL) hide_carefully(shape, scratch.scores, scratch.seen);
-    multiply<T, Order::rows>({Start::zero, nullptr, value, values.stride, one.grad_by_lane, width, ds, width}, found,
-                             width, p_.value_dim);
-    const T* kept = nullptr;
+    const TileBias<T> bias =
+        tile_bias(scene, data_.bias, one.tile, block, *scratch.at, all, one.width, scratch.rows, scratch.bias);
     if (p_.dropout_threshold) {
-      draw_kept(scene.draw(data_.seed), scratch.at->counters, width, scratch.at->keys, seen, scratch.kept);
-      kept = scratch.kept;
+      draw_kept(scene.draw(data_.seed), scratch.at->counters, one.width, scratch.at->keys, all, scratch.kept);
     }
-    for (int64_t lane = 0; lane < width; lane += LANES<T>) {
-      grade_column<T, CAREFUL>(one, lane, seen, scratch.scores, scratch.grads, kept, scratch.seen);
-    }
-    if (bias_for_ & region.wanted) add_bias_gradient(scene, one, block, seen, scratch);
-    if (slope) through_softcap<CAREFUL>(shape, scratch);
-    const uint64_t* visible = scratch.seen + seen.first;
-    if (grad_values.data) {
-      product<CAREFUL, Order::rows>({Start::keep, nullptr, s, width, one.grad_by_row, padded<T>(p_.value_dim),
-                                     grad_values.data + seen.first * grad_values.stride, grad_values.stride},
-                                    found, padded<T>(p_.value_dim), one.count, visible);
-    }
-    if (grad_keys.data) {
-      product<CAREFUL, Order::rows>({Start::keep, nullptr, ds, width, one.by_row, wide_d,
-                                     grad_keys.data + seen.first * grad_keys.stride, grad_keys.stride},
-                                    found, wide_d, one.count, visible);
-    }
-    if ((region.wanted & FOR_QUERIES) && data_.grad_query) {
-      product<CAREFUL, Order::columns>({Start::keep, nullptr, ds, width, key, keys.stride, one.grad_query, wide_d},
-                                       one.count, wide_d, found, visible);
+    const Shares shares = shares_of(one.cursor.mask(), one.width, key_count);
+    for (int i = 0; i < shares.count; ++i) {
+      const Share& share = shares.each[i];
+      if (share.depth() <= 0) continue;
+      const Shape<T> shape{one.width, share, one.cursor.mask(), bias, static_cast<T>(p_.softcap * LOG2_E)};
+      grade_share<CAREFUL>(shape, region, one, keys, values, grad_keys, grad_values, scratch);
+      if (bias_for_ & region.wanted) add_bias_gradient(scene, one, block, share, scratch);
     }
   }
 
+  template <bool CAREFUL>
+  void grade_share(const Shape<T>& shape, const Region& region, Asked<T>& one, const Panel<T>& keys,
+                   const Panel<T>& values, const Sum& grad_keys, const Sum& grad_values, BackwardScratch<T>& scratch) {
+    const auto [lanes, seen] = shape.share;
+    const int64_t width = one.width, depth = shape.share.depth(), rows = least(lanes.stop, one.count) - lanes.first;
+    const int64_t wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim);
+    const int64_t corner = seen.first * width + lanes.first;
+    T *s = scratch.scores + corner, *ds = scratch.grads + corner;
+    const T *key = keys.data + seen.first * keys.stride, *value = values.data + seen.first * values.stride;
+    multiply<T, Order::rows>({Start::zero, nullptr, key, keys.stride, one.by_lane + lanes.first, width, s, width},
+                             depth, shape.share.width(), p_.head_dim);
+    T* slope = p_.softcap != 0 ? scratch.slope : nullptr;
+    shape_scores(shape, scratch.scores, slope, static_cast<T*>(nullptr));
+    if constexpr (CAREFUL) hide_carefully(shape, scratch.scores, scratch.seen);
+    multiply<T, Order::rows>(
+        {Start::zero, nullptr, value, values.stride, one.grad_by_lane + lanes.first, width, ds, width}, depth,
+        shape.share.width(), p_.value_dim);
+    const T* kept = p_.dropout_threshold ? scratch.kept : nullptr;
+    for (int64_t lane = lanes.first; lane < lanes.stop; lane += LANES<T>) {
+      grade_column<T, CAREFUL>(one, lane, seen, scratch.scores, scratch.grads, kept, scratch.seen);
+    }
+    const T* raw = ds;
+    if (slope) raw = through_softcap<CAREFUL>(shape, scratch) + corner;
+    const Visible visible{scratch.seen + seen.first, lanes.first};
+    if (grad_values.data) {
+      product<CAREFUL, Order::rows>({Start::keep, nullptr, s, width, one.grad_by_row + lanes.first * wide_v, wide_v,
+                                     grad_values.data + seen.first * grad_values.stride, grad_values.stride},
+                                    depth, wide_v, rows, visible);
+    }
+    if (grad_keys.data) {
+      product<CAREFUL, Order::rows>({Start::keep, nullptr, raw, width, one.by_row + lanes.first * wide_d, wide_d,
+                                     grad_keys.data + seen.first * grad_keys.stride, grad_keys.stride},
+                                    depth, wide_d, rows, visible);
+    }
+    if ((region.wanted & FOR_QUERIES) && data_.grad_query) {
+      product<CAREFUL, Order::columns>({Start::keep, nullptr, raw, width, key, keys.stride,
+                                        one.grad_query + lanes.first * wide_d, wide_d},
+                                       rows, wide_d, depth, visible);
+    }
+  }
+
+  struct Visible {
+    const uint64_t* seen;
+    int64_t first_lane;
+  };
+
   template <bool CAREFUL, Order ORDER>
-  static void product(const Product<T>& p, int64_t rows, int64_t columns, int64_t depth, const uint64_t* seen) {
+  static void product(const Product<T>& p, int64_t rows, int64_t columns, int64_t depth, const Visible& visible) {
     if constexpr (CAREFUL) {
-      multiply_seen<T, ORDER>(p, rows, columns, depth, seen);
+      multiply_seen<T, ORDER>(p, rows, columns, depth, visible.seen, visible.first_lane);
     } else {
       multiply<T, ORDER>(p, rows, columns, depth);
     }
   }
 
+  // Gradients before the softcap, in the place of its slopes.
   template <bool CAREFUL>
-  void through_softcap(const Shape<T>& shape, BackwardScratch<T>& scratch) {
-    for (int64_t k = shape.keys.first; k < shape.keys.stop; ++k) {
-      for (int64_t lane = 0; lane < shape.width; lane += LANES<T>) {
+  static const T* through_softcap(const Shape<T>& shape, BackwardScratch<T>& scratch) {
+    const auto [lanes, keys] = shape.share;
+    for (int64_t k = keys.first; k < keys.stop; ++k) {
+      for (int64_t lane = lanes.first; lane < lanes.stop; lane += LANES<T>) {
         const int64_t at = k * shape.width + lane;
         F<T> grad = load(scratch.grads + at) * load(scratch.slope + at);
         if constexpr (CAREFUL) grad = bits_of<T>(scratch.seen[k], lane) ? grad : F<T>{};
-        store(scratch.grads + at, grad);
+        store(scratch.slope + at, grad);
       }
     }
+    return scratch.slope;
   }
 
-  void add_bias_gradient(const Scene<T>& scene, const Asked<T>& one, int64_t block, Range seen,
+  void add_bias_gradient(const Scene<T>& scene, const Asked<T>& one, int64_t block, const Share& share,
                          BackwardScratch<T>& scratch) {
     const Bias& bias = p_.bias;
-    T* share = static_cast<T*>(shares_.data());
-    if (share) share += ((scene.b * p_.heads + scene.h) * chunks_ + one.tile / chunk_) * share_;
+    T* sums = static_cast<T*>(shares_.data());
+    if (sums) sums += ((scene.b * p_.heads + scene.h) * chunks_ + one.tile / chunk_) * share_;
+    const TileGradient<T> grads{scratch.grads, one.width, least(share.lanes.stop, one.count), share};
     if (bias.kind != BiasKind::tensor) {
-      add_rule_gradient(rule_of(scene, data_.bias), scene.natural(), *scratch.at, seen, scratch.grads, one.width,
-                        one.count, scratch.strip, share);
+      add_rule_gradient(rule_of(scene, data_.bias), scene.natural(), *scratch.at, grads, scratch.strip, sums);
       return;
     }
-    const int64_t row_stride = bias.size[2] > 1 ? bias.size[3] : 0, column_stride = bias.size[3] > 1 ? 1 : 0;
+    const int64_t stride[4] = {0, 0, bias.size[2] > 1 ? bias.size[3] : 0, bias.size[3] > 1 ? 1 : 0};
     const int64_t head = (bias.size[0] > 1 ? scene.b : 0) * bias.size[1] + (bias.size[1] > 1 ? scene.h : 0);
-    T* grad = share ? share : static_cast<T*>(data_.grad_bias) + head * bias.size[2] * bias.size[3];
-    const int64_t stride[4] = {0, 0, 0, 0};
-    add_tensor_gradient(scene.query_rows(grad, stride, one.tile), scene.key_rows(grad, stride, block), seen,
-                        scratch.grads, one.width, grad, row_stride, column_stride);
+    T* data = sums ? sums : static_cast<T*>(data_.grad_bias) + head * bias.size[2] * bias.size[3];
+    const Rows<T> rows = scene.query_rows(data, stride, one.tile), columns = scene.key_rows(data, stride, block);
+    if (stride[2] != 0 && stride[3] != 0 && scene.natural()) {
+      add_turned_gradient(rows, block * TILE, grads, scratch.rows);
+    } else {
+      add_tensor_gradient(rows, columns, grads);
+    }
   }
 
   void add_query_gradient(const Scene<T>& scene, BackwardScratch<T>& scratch, Asked<T>& one) {
@@ -511,10 +537,8 @@ class BackwardPass {
       good = good && (!data_.grad_value || all_finite(data_.grad_value, g * values, values));
     }
     if (head == 0 && data_.grad_bias) {
-      const int64_t* size = p_.bias.size;
-      const bool shared = share_ != 0;
-      good = good && (shared ? all_finite(shares_.data(), 0, chunks_ * share_ * p_.batch * p_.heads)
-                             : all_finite(data_.grad_bias, 0, size[0] * size[1] * size[2] * size[3]));
+      good = good && (share_ ? all_finite(shares_.data(), 0, chunks_ * share_ * p_.batch * p_.heads)
+                             : all_finite(data_.grad_bias, 0, bias_size()));
     }
     if (!good) __atomic_store_n(&finite_, false, __ATOMIC_RELAXED);
   }

@@ -147,47 +147,70 @@ TileBias<T> tile_bias(const Scene<T>& scene, const void* data, int64_t tile_numb
   return scene.natural() ? strip_bias(rule, at, tile) : gathered_bias(rule, at, keys, width, tile);
 }
 
-// A sum over the pairs of one tile for each axis of a bias tensor's gradient that it has.
-// ds stands by keys and lanes; `grad` is the (b, h) of the gradient, dense, with the strides of rows and keys or 0.
+// Gradients of the scores of a share of a tile, by keys and lanes.
 template <class T>
-void add_tensor_gradient(const Rows<T>& rows, const Rows<T>& columns, Range keys, const T* ds, int64_t width, T* grad,
-                         int64_t row_stride, int64_t column_stride) {
-  for (int64_t i = 0; i < rows.count; ++i) {
+struct TileGradient {
+  const T* ds;
+  int64_t width, lanes_stop;  // lanes beyond are no queries
+  Share share;
+};
+
+// Added to a tensor's gradient: summed along each axis whose stride is 0.
+template <class T>
+void add_tensor_gradient(const Rows<T>& rows, const Rows<T>& columns, const TileGradient<T>& grads) {
+  for (int64_t i = grads.share.lanes.first; i < grads.lanes_stop; ++i) {
     if (rows.row(i) < 0) continue;
-    T* row = grad + rows.row(i) * row_stride;
-    if (column_stride == 0) {
-      T sum = 0;
-      for (int64_t k = keys.first; k < keys.stop; ++k) sum += ds[k * width + i];
-      *row += sum;
-    } else {
-      for (int64_t k = keys.first; k < keys.stop; ++k) {
-        if (columns.row(k) >= 0) row[columns.row(k) * column_stride] += ds[k * width + i];
-      }
+    T* row = rows.at(i);
+    T sum = 0;
+    for (int64_t k = grads.share.keys.first; k < grads.share.keys.stop; ++k) {
+      const T grad = grads.ds[k * grads.width + i];
+      if (rows.column_stride == 0) sum += grad;
+      else if (columns.row(k) >= 0) row[columns.row(k) * rows.column_stride] += grad;
     }
+    if (rows.column_stride == 0) *row += sum;
   }
 }
 
-// The same for a rule: sums along diagonals in natural order, then what each distance adds to.
+// The same where rows and keys stand as in the tensor: the tile is turned round and added in whole vectors.
 template <class T>
-void add_rule_gradient(const Rule<T>& rule, bool natural, const Positions& at, Range keys, const T* ds, int64_t width,
-                       int64_t count, T* strip, T* grad) {
-  auto add = [&](int64_t distance, T sum) {
+void add_turned_gradient(const Rows<T>& rows, int64_t first_key, const TileGradient<T>& grads, T* scratch) {
+  const auto [lanes, keys] = grads.share;
+  const int64_t start = keys.first / LANES<T> * LANES<T>, columns = padded<T>(keys.stop) - start;
+  transpose(grads.ds + start * grads.width + lanes.first, grads.width, columns, lanes.stop - lanes.first, scratch,
+            TILE);
+  for (int64_t i = lanes.first; i < grads.lanes_stop; ++i) {
+    const T* from = scratch + (i - lanes.first) * TILE - start;
+    T* to = rows.at(i) + first_key;
+    int64_t k = keys.first;
+    for (; k + LANES<T> <= keys.stop; k += LANES<T>) store(to + k, load(to + k) + load(from + k));
+    for (; k < keys.stop; ++k) to[k] += from[k];
+  }
+}
+
+// Added to a rule's gradient: sums along diagonals in natural order, then what each distance adds to.
+template <class T>
+void add_rule_gradient(const Rule<T>& rule, bool natural, const Positions& at, const TileGradient<T>& grads, T* strip,
+                       T* sums) {
+  const auto [lanes, keys] = grads.share;
+  const auto add = [&](int64_t distance, T sum) {
     if (rule.radius < 0) {
-      grad[0] -= sum * static_cast<T>(distance < 0 ? -distance : distance);
+      sums[0] -= sum * static_cast<T>(distance < 0 ? -distance : distance);
     } else {
-      grad[rule.entry(distance)] += sum;
+      sums[rule.entry(distance)] += sum;
     }
   };
   if (!natural) {
     for (int64_t k = keys.first; k < keys.stop; ++k) {
-      for (int64_t i = 0; i < count; ++i) add(at.keys[k] - at.queries[i], ds[k * width + i]);
+      for (int64_t i = lanes.first; i < grads.lanes_stop; ++i) {
+        add(at.keys[k] - at.queries[i], grads.ds[k * grads.width + i]);
+      }
     }
     return;
   }
   for (int64_t u = 0; u < STRIP_SIZE; u += LANES<T>) store(strip + u, F<T>{});
   for (int64_t k = keys.first; k < keys.stop; ++k) {
     T* diagonals = strip + TILE - 1 - k;
-    for (int64_t i = 0; i < count; ++i) diagonals[i] += ds[k * width + i];
+    for (int64_t i = lanes.first; i < grads.lanes_stop; ++i) diagonals[i] += grads.ds[k * grads.width + i];
   }
   const int64_t middle = at.keys[0] - at.queries[0];
   for (int64_t u = 0; u < STRIP_SIZE - 1; ++u) add(middle + TILE - 1 - u, strip[u]);

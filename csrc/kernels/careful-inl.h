@@ -5,10 +5,11 @@
 
 namespace {
 
-// As `multiply`, leaving out the pairs of a tile that are not seen: seen[key] has bit `lane` set.
+// As `multiply`, leaving out the pairs of a tile that are not seen: seen[key] has bit `first_lane` + lane set.
 // Order::rows: the rows of A are keys, k counts lanes; Order::columns: the rows of A are lanes, k counts keys.
 template <class T, Order ORDER>
-void multiply_seen(const Product<T>& p, int64_t rows, int64_t columns, int64_t depth, const uint64_t* seen) {
+void multiply_seen(const Product<T>& p, int64_t rows, int64_t columns, int64_t depth, const uint64_t* seen,
+                   int64_t first_lane) {
   for (int64_t r = 0; r < rows; ++r) {
     T* c = p.c + r * p.c_stride;
     for (int64_t n = 0; n < columns; n += LANES<T>) {
@@ -16,7 +17,7 @@ void multiply_seen(const Product<T>& p, int64_t rows, int64_t columns, int64_t d
       if (p.start == Start::decay) sum = sum * p.decay[r];
       for (int64_t k = 0; k < depth; ++k) {
         const int64_t key = ORDER == Order::rows ? r : k, lane = ORDER == Order::rows ? k : r;
-        if (!(seen[key] >> lane & 1)) continue;
+        if (!(seen[key] >> (first_lane + lane) & 1)) continue;
         const T left = ORDER == Order::rows ? p.a[r * p.a_stride + k] : p.a[k * p.a_stride + r];
         sum += left * load(p.b + k * p.b_stride + n);
       }

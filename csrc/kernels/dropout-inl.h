@@ -13,33 +13,34 @@ struct Draw {
   uint32_t threshold;
 };
 
-// The high and low halves of 32-bit products with a constant.
-struct Wide {
-  U<float> high, low;
-};
-
-inline Wide multiply_wide(U<float> x, uint32_t factor) {
-  const U<float> factors = factor - U<float>{};
-  const U<double> even = multiply_even(x, factors), odd = multiply_even((U<float>)((U<double>)x >> 32), factors);
-  constexpr uint64_t LOW = 0xffffffff;
-  return {(U<float>)((even >> 32) | (odd & ~LOW)), (U<float>)((even & LOW) | (odd << 32))};
-}
-
 // The four words of counter (group, query, head, batch) for a vector of queries.
+//
+// Even and odd lanes are worked on apart, in the low halves of 64-bit lanes: what is above them never comes down.
 inline void philox(const Draw& draw, uint32_t group, U<float> query, U<float> words[4]) {
-  U<float> c0 = group - U<float>{}, c1 = query, c2 = draw.head - U<float>{}, c3 = draw.batch - U<float>{};
+  using Wide = U<double>;
+  Wide c[2][4];
+  for (int half = 0; half < 2; ++half) {
+    c[half][0] = group - Wide{};
+    c[half][1] = half ? (Wide)query >> 32 : (Wide)query;
+    c[half][2] = draw.head - Wide{};
+    c[half][3] = draw.batch - Wide{};
+  }
   uint32_t k0 = draw.key[0], k1 = draw.key[1];
 #pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {
-    const Wide a = multiply_wide(c0, 0xD2511F53u), b = multiply_wide(c2, 0xCD9E8D57u);
-    c0 = b.high ^ c1 ^ k0;
-    c1 = b.low;
-    c2 = a.high ^ c3 ^ k1;
-    c3 = a.low;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const Wide a = multiply_low(c[half][0], 0xD2511F53u), b = multiply_low(c[half][2], 0xCD9E8D57u);
+      c[half][0] = (b >> 32) ^ c[half][1] ^ k0;
+      c[half][1] = b;
+      c[half][2] = (a >> 32) ^ c[half][3] ^ k1;
+      c[half][3] = a;
+    }
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+  constexpr uint64_t LOW = 0xffffffff;
+  for (int word = 0; word < 4; ++word) words[word] = (U<float>)((c[0][word] & LOW) | (c[1][word] << 32));
 }
 
 // kept[key][lane] = 1 or 0 for a tile: positions of its queries (whole vectors of them) and of its keys.
@@ -54,8 +55,8 @@ void draw_kept(const Draw& draw, const uint32_t* queries, int64_t width, const i
       const int64_t group = keys[k] >> 3;
       if (group != drawn) philox(draw, static_cast<uint32_t>(group), query, words);
       drawn = group;
-      const U<float> number = (words[(keys[k] & 7) >> 1] >> (keys[k] & 1 ? 16 : 0)) & 0xffffu;
-      const I<float> dropped = number < draw.threshold;
+      const U<float> word = words[(keys[k] & 7) >> 1], number = keys[k] & 1 ? word : word << 16;
+      const I<float> dropped = number < draw.threshold << 16;
       T* row = kept + k * width + lane;
       if constexpr (sizeof(T) == sizeof(float)) {
         store(row, dropped ? F<T>{} : splat<T>(1));

@@ -221,41 +221,52 @@ class ForwardPass {
   template <bool CAREFUL>
   void attend(const Scene<T>& scene, Online<T>& one, int64_t block, int64_t key_count, const Panel<T>& keys,
               const Panel<T>& values, ForwardScratch<T>& scratch) {
-    const uint64_t* mask = one.cursor.mask();
-    const Range seen = seen_keys(mask, key_count);
-    const int64_t width = one.width, found = seen.stop - seen.first;
-    if (found <= 0) return;
+    const Range all{0, key_count};
     if (p_.dropout_threshold || p_.bias.kind != BiasKind::none) {
       locate_tile(scene, one.tile, one.count, block, key_count, *scratch.at);
     }
-    T* s = scratch.scores + seen.first * width;
-    multiply<T, Order::rows>({Start::zero, nullptr, keys.data + seen.first * keys.stride, keys.stride, one.query, width,
-                              s, width}, found, width, p_.head_dim);
-    const TileBias<T> bias = tile_bias(scene, data_.bias, one.tile, block, *scratch.at, seen, width, scratch.rows,
-                                       scratch.bias);
-    const Shape<T> shape{width, seen, mask, bias, static_cast<T>(p_.softcap * LOG2_E)};
+    const TileBias<T> bias =
+        tile_bias(scene, data_.bias, one.tile, block, *scratch.at, all, one.width, scratch.rows, scratch.bias);
+    if (p_.dropout_threshold) {
+      draw_kept(scene.draw(data_.seed), scratch.at->counters, one.width, scratch.at->keys, all, scratch.kept);
+    }
+    const Shares shares = shares_of(one.cursor.mask(), one.width, key_count);
+    for (int i = 0; i < shares.count; ++i) {
+      const Share& share = shares.each[i];
+      if (share.depth() <= 0) continue;
+      const Shape<T> shape{one.width, share, one.cursor.mask(), bias, static_cast<T>(p_.softcap * LOG2_E)};
+      attend_share<CAREFUL>(shape, one, keys, values, scratch);
+    }
+  }
+
+  template <bool CAREFUL>
+  void attend_share(const Shape<T>& shape, Online<T>& one, const Panel<T>& keys, const Panel<T>& values,
+                    ForwardScratch<T>& scratch) {
+    const auto [lanes, seen] = shape.share;
+    const int64_t width = one.width, depth = shape.share.depth(), wide = padded<T>(p_.value_dim);
+    T* s = scratch.scores + seen.first * width + lanes.first;
+    multiply<T, Order::rows>({Start::zero, nullptr, keys.data + seen.first * keys.stride, keys.stride,
+                              one.query + lanes.first, width, s, width},
+                             depth, shape.share.width(), p_.head_dim);
     shape_scores(shape, scratch.scores, static_cast<T*>(nullptr), scratch.peak);
     if constexpr (CAREFUL) {
       hide_carefully(shape, scratch.scores, scratch.seen);
-      for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+      for (int64_t lane = lanes.first; lane < lanes.stop; lane += LANES<T>) {
         store(scratch.peak + lane, peak_of_column(shape, scratch.scores, lane));
       }
     }
-    const T* kept = nullptr;
-    if (p_.dropout_threshold) {
-      draw_kept(scene.draw(data_.seed), scratch.at->counters, width, scratch.at->keys, seen, scratch.kept);
-      kept = scratch.kept;
-    }
-    for (int64_t lane = 0; lane < width; lane += LANES<T>) {
+    const T* kept = p_.dropout_threshold ? scratch.kept : nullptr;
+    for (int64_t lane = lanes.first; lane < lanes.stop; lane += LANES<T>) {
       weigh_column(one, lane, seen, scratch.scores, kept, data_.entropy != nullptr, scratch.peak, scratch.decay);
     }
-    const int64_t wide = padded<T>(p_.value_dim);
-    const Product<T> product{Start::decay, scratch.decay, s, width, values.data + seen.first * values.stride,
-                             values.stride, one.output, wide};
+    const Product<T> product{Start::decay, scratch.decay + lanes.first, s, width,
+                             values.data + seen.first * values.stride, values.stride,
+                             one.output + lanes.first * wide, wide};
+    const int64_t rows = least(lanes.stop, one.count) - lanes.first;
     if constexpr (CAREFUL) {
-      multiply_seen<T, Order::columns>(product, one.count, wide, found, scratch.seen + seen.first);
+      multiply_seen<T, Order::columns>(product, rows, wide, depth, scratch.seen + seen.first, lanes.first);
     } else {
-      multiply<T, Order::columns>(product, one.count, wide, found);
+      multiply<T, Order::columns>(product, rows, wide, depth);
     }
   }
 

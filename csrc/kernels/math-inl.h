@@ -86,17 +86,16 @@ inline F<double> tanh_of(F<double> x) {
   return x;
 }
 
-// The 64-bit products of two vectors' even 32-bit lanes.
-inline U<double> multiply_even(U<float> a, U<float> b) {
+// The 64-bit products of the low halves of 64-bit lanes with a constant.
+inline U<double> multiply_low(U<double> a, uint32_t factor) {
 #if defined(__AVX512F__)
-  return (U<double>)_mm512_maskz_mul_epu32(0xff, (__m512i)a, (__m512i)b);
+  return (U<double>)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64(factor));
 #elif defined(__AVX2__)
-  return (U<double>)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+  return (U<double>)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(factor));
 #elif defined(__SSE2__)
-  return (U<double>)_mm_mul_epu32((__m128i)a, (__m128i)b);
+  return (U<double>)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(factor));
 #else
-  constexpr uint64_t LOW = 0xffffffff;
-  return ((U<double>)a & LOW) * ((U<double>)b & LOW);
+  return (a & 0xffffffff) * factor;
 #endif
 }
 

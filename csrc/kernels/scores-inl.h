@@ -9,7 +9,7 @@ namespace {
 template <class T>
 struct Shape {
   int64_t width;
-  Range keys;
+  Share share;
   const uint64_t* mask;  // null: all are seen
   TileBias<T> bias;
   T softcap;             // in bits; 0: none
@@ -20,7 +20,7 @@ template <class T, bool CAP, bool SLOPE>
 F<T> shape_column(const Shape<T>& shape, T* s, T* slope, int64_t lane) {
   F<T> peak = splat(-INFINITE<T>);
   const T inverse = CAP ? 1 / shape.softcap : 0;
-  for (int64_t k = shape.keys.first; k < shape.keys.stop; ++k) {
+  for (int64_t k = shape.share.keys.first; k < shape.share.keys.stop; ++k) {
     T* at = s + k * shape.width + lane;
     F<T> score = load(at);
     if constexpr (CAP) {
@@ -39,15 +39,15 @@ F<T> shape_column(const Shape<T>& shape, T* s, T* slope, int64_t lane) {
 template <class T>
 F<T> peak_of_column(const Shape<T>& shape, const T* s, int64_t lane) {
   F<T> peak = splat(-INFINITE<T>);
-  for (int64_t k = shape.keys.first; k < shape.keys.stop; ++k) peak = greater<T>(peak, load(s + k * shape.width + lane));
+  for (int64_t k = shape.share.keys.first; k < shape.share.keys.stop; ++k) peak = greater<T>(peak, load(s + k * shape.width + lane));
   return peak;
 }
 
-// All of a tile; the greatest score of each lane into `peak` unless it is null.
+// All of a share; the greatest score of each lane into `peak` unless it is null.
 template <class T>
 void shape_scores(const Shape<T>& shape, T* s, T* slope, T* peak) {
   const bool plain = shape.softcap == 0 && !shape.bias.at && !shape.mask;
-  for (int64_t lane = 0; lane < shape.width; lane += LANES<T>) {
+  for (int64_t lane = shape.share.lanes.first; lane < shape.share.lanes.stop; lane += LANES<T>) {
     F<T> found;
     if (plain) {
       if (!peak) return;
@@ -66,9 +66,9 @@ void shape_scores(const Shape<T>& shape, T* s, T* slope, T* peak) {
 // With care: which pairs are seen, by the pattern and by the bias, as words; all others become -infinity, NaN included.
 template <class T>
 void hide_carefully(const Shape<T>& shape, T* s, uint64_t* seen) {
-  for (int64_t k = shape.keys.first; k < shape.keys.stop; ++k) {
+  for (int64_t k = shape.share.keys.first; k < shape.share.keys.stop; ++k) {
     uint64_t word = shape.mask ? shape.mask[k] : ~uint64_t{0};
-    for (int64_t i = 0; i < shape.width; ++i) {
+    for (int64_t i = shape.share.lanes.first; i < shape.share.lanes.stop; ++i) {
       if (shape.bias.at && shape.bias.at[k * shape.bias.stride + i] == -INFINITE<T>) word &= ~(uint64_t{1} << i);
       if (!(word >> i & 1)) s[k * shape.width + i] = -INFINITE<T>;
     }

@@ -78,14 +78,36 @@ class Cursor {
   const uint64_t* mask_ = nullptr;
 };
 
-// The keys of a tile between the first and the last that any query sees.
-inline Range seen_keys(const uint64_t* mask, int64_t count) {
-  Range keys{0, count};
+// The lanes of a tile that are walked together, and the keys between the first and the last that any of them sees. Where
+// a tile has a mask its halves are walked apart: those of causal patterns and of windows see fewer keys each.
+struct Share {
+  Range lanes, keys;
+
+  int64_t width() const { return lanes.stop - lanes.first; }
+  int64_t depth() const { return keys.stop - keys.first; }
+};
+
+inline Share share_of(const uint64_t* mask, Range lanes, int64_t keys) {
+  Share share{lanes, {0, keys}};
   if (mask) {
-    while (keys.first < count && !mask[keys.first]) ++keys.first;
-    while (keys.stop > keys.first && !mask[keys.stop - 1]) --keys.stop;
+    const uint64_t word = (lanes.stop - lanes.first >= TILE ? 0 : uint64_t{1} << (lanes.stop - lanes.first)) - 1;
+    Range& seen = share.keys;
+    while (seen.first < keys && !(mask[seen.first] & word << lanes.first)) ++seen.first;
+    while (seen.stop > seen.first && !(mask[seen.stop - 1] & word << lanes.first)) --seen.stop;
   }
-  return keys;
+  return share;
+}
+
+// The shares of a tile of `width` lanes: one or two.
+struct Shares {
+  Share each[2];
+  int count;
+};
+
+inline Shares shares_of(const uint64_t* mask, int64_t width, int64_t keys) {
+  constexpr int64_t HALF = TILE / 2;
+  if (!mask || width <= HALF) return {{share_of(mask, {0, width}, keys), {}}, 1};
+  return {{share_of(mask, {0, HALF}, keys), share_of(mask, {HALF, width}, keys)}, 2};
 }
 
 }  // namespace

@@ -14,8 +14,8 @@ from qkv.backends.base import NEG_INF, Result, pattern_plan, without_autocast
 from qkv.dispatch import Choice, choose
 from qkv.dropout import draw_seed
 from qkv.errors import InvertedMaskWarning, MaskError, ShapeError, message
+from qkv.in_graph import answer_in_graph, captured
 from qkv.inputs import in_call
-from qkv.operators import answer_in_graph, captured
 from qkv.patterns.given import mask
 from qkv.patterns.named import causal
 from qkv.patterns.pattern import Pattern

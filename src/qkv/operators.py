@@ -1,13 +1,13 @@
-"""Attention as operators of torch, for calls that are captured in a graph: torch.compile, torch.export, fake tensors.
+"""Attention as operators of torch, for graphs. In eager mode no call goes through them.
 
-An operator carries the pattern as its form and tensors, and plans when it runs. In eager mode no call goes through
-them.
+An operator carries the pattern as its form and tensors, and plans when it runs. Its arguments are positional, which
+torch passes on several times faster than keywords.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,185 +23,99 @@ from qkv.errors import UnsupportedError, message
 from qkv.patterns.pattern import Pattern
 from qkv.patterns.recall import recall
 from qkv.patterns.schedule import PatternPlan
-from qkv.problem import Origin, Problem, Tensors
-from qkv.question import Question
+from qkv.problem import BiasKind, Origin, Problem, Tensors
 from qkv.settings import BACKEND, read
 from qkv.shapes import values_can_be_seen
-from qkv.types import AuxOutput, AuxRequest
+from qkv.types import AuxRequest
 
-Options: TypeAlias = dict[str, Any]  # the arguments of an operator that are no tensors, by name
-
-MOST = 64  # calls that are remembered for one pattern
 WORD = (1 << 64) - 1
+MOST = 64  # calls that are remembered for one pattern
 PLAIN, CAREFUL, ALONE = range(3)  # how an outcome was made: without care, with care, by a backend that leaves none
-_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor? seed, Tensor[] pattern_tensors"
-_OPTIONS = (
-    "str pattern, str rule, float scale, float? softcap, float dropout_p, SymInt[] query_offset, str backend,"
+ORDINARY = (Tensor, torch.nn.Parameter)
+BELOW = torch._C._after_autograd_keyset  # noqa: SLF001 - as torch.library itself goes on below autograd
+
+_ASKED = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor? seed, Tensor[] pattern_tensors,"
+    " str pattern, str rule, float scale, float? softcap, float dropout_p, SymInt[] query_offset, str backend,"
     " bool want_lse, bool want_max_scores, bool want_entropy"
 )
-_PLAIN_OPTIONS = (*("rule", "scale", "softcap", "dropout_p", "backend", "want_lse", "want_max_scores", "want_entropy"),)
 _OUTCOME = "Tensor output, Tensor lse, Tensor shift, Tensor total"
-
 _LIBRARY = torch.library.Library("qkv", "DEF")
-_LIBRARY.define("draw_seed(Tensor token) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-_LIBRARY.define(f"attention({_INPUTS}, *, {_OPTIONS}) -> ({_OUTCOME}, Tensor max_scores, Tensor entropy, Tensor made)")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+_LIBRARY.define("draw_seed(Tensor token) -> Tensor", tags=(*_TAGS, torch.Tag.nondeterministic_seeded))
+_LIBRARY.define(f"attention({_ASKED}) -> ({_OUTCOME}, Tensor max_scores, Tensor entropy, Tensor made)", tags=_TAGS)
 _LIBRARY.define(
-    f"attention_backward(Tensor? grad_output, Tensor? grad_lse, {_INPUTS}, {_OUTCOME}, Tensor made, *, {_OPTIONS},"
-    " bool[] wanted) -> (Tensor query, Tensor key, Tensor value, Tensor bias, Tensor sinks)"
+    f"attention_backward({_ASKED}, {_OUTCOME}, Tensor made, Tensor? grad_output, Tensor? grad_lse, bool[] wanted) ->"
+    " (Tensor query, Tensor key, Tensor value, Tensor bias, Tensor sinks)",
+    tags=_TAGS,
 )
-_BELOW = torch._C._after_autograd_keyset  # noqa: SLF001 - as torch.library itself goes on below autograd
-_ATTENTION, _BACKWARD = torch.ops.qkv.attention.default, torch.ops.qkv.attention_backward.default
+ATTENTION, BACKWARD = torch.ops.qkv.attention.default, torch.ops.qkv.attention_backward.default
+DRAW_SEED = torch.ops.qkv.draw_seed.default
 
 
-def captured(question: Question, generator: torch.Generator | None) -> bool:
-    """Whether a call is to become an operator of a graph; what has no form is then refused under torch.compile."""
-    if torch.compiler.is_compiling():
-        return True
-    if not _len_torch_dispatch_stack() or _are_functorch_transforms_active() or generator is not None:
-        return False
-    query, pattern = question.tensors.query, question.problem.pattern
-    real = pattern.known is not None and (pattern.tensors or _has_function(pattern.form))
-    return type(query) not in (Tensor, torch.nn.Parameter) and not query.is_meta and not real
+class Options(NamedTuple):
+    """What is asked, tensors apart, as the operators name it."""
+
+    pattern: str  # a form
+    rule: str  # which kind of bias, "" for none
+    scale: float
+    softcap: float | None
+    dropout_p: float
+    query_offset: tuple[int, ...]
+    backend: str
+    want_lse: bool
+    want_max_scores: bool
+    want_entropy: bool
 
 
-def answer_in_graph(question: Question, backend: str, generator: torch.Generator | None) -> tuple[Tensor, AuxOutput]:
-    """Output (B, H, L, V) and what else was asked for, by the operators."""
-    problem = question.problem
-    _check(problem, generator)
-    aux, pattern = problem.aux, problem.pattern
-    output, lse, _, _, max_scores, entropy, _ = torch.ops.qkv.attention(
-        *question.tensors,
-        torch.ops.qkv.draw_seed(torch.empty(0)) if problem.dropout_p else None,
-        pattern.tensors,
-        pattern=pattern.form,
-        rule=problem.bias or "",
-        scale=problem.scale,
-        softcap=problem.softcap,
-        dropout_p=problem.dropout_p,
-        query_offset=problem.origin.query,
-        backend=backend,
-        want_lse=aux.lse,
-        want_max_scores=aux.max_scores,
-        want_entropy=aux.entropy,
-    )
-    return output, AuxOutput(
-        lse=lse if aux.lse else None,
-        max_scores=max_scores if aux.max_scores else None,
-        entropy=entropy if aux.entropy else None,
-    )
+class Asked(NamedTuple):
+    """The arguments that both operators share, in their order once tensors and options are flat."""
+
+    tensors: Tensors
+    seed: Tensor | None
+    pattern_tensors: Sequence[Tensor]
+    options: Options
+
+    @classmethod
+    def read(cls, arguments: Sequence[Any]) -> Asked:
+        """From the first arguments of an operator."""
+        *before, offset, backend, lse, max_scores, entropy = arguments[7:17]
+        options = Options(*before, tuple(offset), backend, lse, max_scores, entropy)
+        return cls(Tensors(*arguments[:5]), arguments[5], arguments[6], options)
+
+    def flat(self) -> tuple[Any, ...]:
+        """As an operator takes them."""
+        return *self.tensors, self.seed, self.pattern_tensors, *self.options
+
+    @property
+    def seed_value(self) -> int:
+        return 0 if self.seed is None else int(self.seed) & WORD
 
 
-def _check(problem: Problem, generator: torch.Generator | None) -> None:
-    """Refuse what no operator can carry."""
-    if _has_function(problem.pattern.form):
-        holds, seen = "a pattern in a compiled or exported graph must be given by rules and tensors", "got where(fn)"
-        raise UnsupportedError(message(holds, seen, "build mask(keep=...) from it, or call outside of the graph"))
-    if generator is not None:
-        holds, seen = "a compiled or exported graph must draw from torch's default generator", "got `generator`"
-        raise UnsupportedError(message(holds, seen, "leave it out, and seed by torch.manual_seed"))
-    if problem.aux.weights is not False or problem.aux.top_k is not None:
-        holds, seen = "a compiled or exported graph must not ask for weights", "got `weights` or `top_k` of AuxRequest"
-        raise UnsupportedError(message(holds, seen, "ask for them outside of the graph"))
-
-
-def _has_function(form: str) -> bool:
-    return "where(" in form
-
-
-# What the operators do.
-
-
-def _drawn_seed(_token: Tensor) -> Tensor:
-    """The token keeps two draws apart: torch makes one call of two that are spelled alike, but never of two `empty`."""
-    seed = draw_seed(None)
-    return torch.tensor(seed - (1 << 64) if seed >> 63 else seed, dtype=torch.int64)
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    pattern_tensors: list[Tensor],
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    tensors = Tensors(query, key, value, bias, sinks)
-    problem, plan, engine, backend = _understood(tensors, pattern_tensors, options)
-    with torch.no_grad(), without_autocast(problem.device):
-        if engine is not None:
-            outcome, careful = engine.answer(problem, tensors, plan, _number(seed))
-            return _fields(problem, outcome, CAREFUL if careful else PLAIN)
-        result = backend.run(problem, tensors, _number(seed))
-        lse = result.lse if result.lse.numel() else _rows(problem, query)
-        outcome = Outcome(
-            result.output, lse, _rows(problem, query), _rows(problem, query), result.max_scores, result.entropy
-        )
-        return _fields(problem, outcome, ALONE)
-
-
-def _attention_backward(
-    grad_output: Tensor | None,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    pattern_tensors: list[Tensor],
-    output: Tensor,
-    lse: Tensor,
-    shift: Tensor,
-    total: Tensor,
-    made: Tensor,
-    *,
-    wanted: list[bool],
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    tensors, asked = Tensors(query, key, value, bias, sinks), tuple(wanted)
-    problem, plan, engine, backend = _understood(tensors, pattern_tensors, options)
-    how = int(made)
-    with without_autocast(problem.device):
-        if how == ALONE or engine is None:
-            found = _recomputed(backend, problem, tensors, _number(seed), asked, (grad_output, grad_lse))
-        else:
-            outcome = Outcome(output, lse, shift, total, None, None)
-            grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-            found = engine.gradients(
-                problem, tensors, plan, _number(seed), outcome, grad_output, grad_lse, asked, careful=how == CAREFUL
-            )
-    return tuple(
-        query.new_empty(0) if tensor is None or not want else torch.zeros_like(tensor) if grad is None else _owned(grad)
-        for grad, tensor, want in zip(found, tensors, asked, strict=True)
-    )
-
-
-class _Understood(NamedTuple):
-    """The question that an operator's arguments ask, and who answers it."""
+class Understood(NamedTuple):
+    """The question that the arguments ask, and who answers it."""
 
     problem: Problem
     plan: PatternPlan
-    engine: Engine | None  # made ready for tensors of these strides; None: the backend is no engine
+    engine: Engine | None  # made ready for tensors of these strides; None: the backend is none
     backend: Backend
 
 
-def _understood(tensors: Tensors, pattern_tensors: Sequence[Tensor], options: Options) -> _Understood:
-    """Work out, or remember, what is asked of tensors of this form."""
-    forms = tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    offset = tuple(options["query_offset"])
-    sight = recall(options["pattern"], pattern_tensors)
-    call = (*forms, offset, *(options[name] for name in _PLAIN_OPTIONS), read(BACKEND))
+def understood(asked: Asked) -> Understood:
+    """Worked out, or remembered for this pattern and tensors of these forms."""
+    forms = tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in asked.tensors)
+    sight = recall(asked.options.pattern, asked.pattern_tensors)
+    call = forms, asked.options, read(BACKEND)
     if call not in sight.known:
         if len(sight.known) >= MOST:
             sight.known.clear()
-        sight.known[call] = _work_out(tensors, sight.pattern, offset, options)
+        sight.known[call] = _work_out(asked.tensors, sight.pattern, asked.options)
     return sight.known[call]
 
 
-def _work_out(tensors: Tensors, pattern: Pattern, offset: tuple[int, ...], options: Options) -> _Understood:
+def _work_out(tensors: Tensors, pattern: Pattern, options: Options) -> Understood:
     query, key, value, bias, sinks = tensors
+    kinds: dict[str, BiasKind | None] = {"": None, "tensor": "tensor", "alibi": "alibi", "relative": "relative"}
     problem = Problem(
         batch=query.shape[0],
         heads=query.shape[1],
@@ -213,20 +127,65 @@ def _work_out(tensors: Tensors, pattern: Pattern, offset: tuple[int, ...], optio
         dtype=query.dtype,
         device=query.device,
         pattern=pattern,
-        scale=options["scale"],
-        softcap=options["softcap"],
-        bias=options["rule"] or None,
+        scale=options.scale,
+        softcap=options.softcap,
+        bias=kinds[options.rule],
         bias_shape=None if bias is None else tuple(bias.shape),
         sinks=sinks is not None,
-        dropout_p=options["dropout_p"],
-        origin=Origin(query=offset),
+        dropout_p=options.dropout_p,
+        origin=Origin(query=options.query_offset),
         needs_grad=True,
-        aux=AuxRequest(**{name: options[f"want_{name}"] for name in ("lse", "max_scores", "entropy")}),
+        aux=AuxRequest(lse=options.want_lse, max_scores=options.want_max_scores, entropy=options.want_entropy),
     )
-    backend, plan = choose(problem, options["backend"]).backend, pattern_plan(problem)
+    backend, plan = choose(problem, options.backend).backend, pattern_plan(problem)
     if isinstance(backend, Cpu):
-        return _Understood(problem, plan, Prepared.of(problem, tensors, plan), backend)
-    return _Understood(problem, plan, backend if isinstance(backend, Engine) else None, backend)
+        return Understood(problem, plan, Prepared.of(problem, tensors, plan), backend)
+    return Understood(problem, plan, backend if isinstance(backend, Engine) else None, backend)
+
+
+# What the operators do.
+
+
+def _drawn_seed(_token: Tensor) -> Tensor:
+    seed = draw_seed(None)
+    return torch.tensor(seed - (1 << 64) if seed >> 63 else seed, dtype=torch.int64)
+
+
+def _attention(*arguments: Any) -> tuple[Tensor, ...]:
+    return _answered(Asked.read(arguments))
+
+
+def _answered(asked: Asked) -> tuple[Tensor, ...]:
+    tensors, seed = asked.tensors, asked.seed_value
+    problem, plan, engine, backend = understood(asked)
+    with torch.no_grad(), without_autocast(problem.device):
+        if engine is not None:
+            outcome, careful = engine.answer(problem, tensors, plan, seed)
+            return _fields(problem, outcome, CAREFUL if careful else PLAIN)
+        output, lse, top, entropy = backend.run(problem, tensors, seed)
+        lse = lse if problem.aux.lse else torch.zeros_like(output[..., 0], dtype=problem.compute_dtype)
+        return _fields(problem, Outcome(output, lse, lse, lse, top, entropy), ALONE)
+
+
+def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    asked = Asked.read(arguments)
+    *fields, made, grad_output, grad_lse, wanted = arguments[17:]
+    tensors, seed, wanted, how = asked.tensors, asked.seed_value, tuple(wanted), int(made)
+    problem, plan, engine, backend = understood(asked)
+    with without_autocast(problem.device):
+        if how == ALONE or engine is None:
+            found = _recomputed(backend, problem, tensors, seed, wanted, (grad_output, grad_lse))
+        else:
+            outcome = Outcome(*fields, max_scores=None, entropy=None)
+            grad_output = torch.zeros_like(outcome.output) if grad_output is None else grad_output
+            careful = how == CAREFUL
+            found = engine.gradients(
+                problem, tensors, plan, seed, outcome, grad_output, grad_lse, wanted, careful=careful
+            )
+    return tuple(
+        tensors.query.new_empty(0) if t is None or not want else torch.zeros_like(t) if grad is None else _owned(grad)
+        for grad, t, want in zip(found, tensors, wanted, strict=True)
+    )
 
 
 def _recomputed(
@@ -238,33 +197,28 @@ def _recomputed(
     grads: tuple[Tensor | None, Tensor | None],
 ) -> Gradients:
     """Gradients through the backend's own graph, for one that leaves no outcome."""
+    leaves = [None if t is None else t.detach().requires_grad_(need) for t, need in zip(tensors, wanted, strict=True)]
     with torch.enable_grad():
-        leaves = [t if t is None else t.detach().requires_grad_(need) for t, need in zip(tensors, wanted, strict=True)]
         result = backend.run(problem, Tensors(*leaves), seed)  # type: ignore[arg-type]
-    linked = [
-        (made, grad)
-        for made, grad in zip((result.output, result.lse), grads, strict=True)
-        if made.requires_grad and grad is not None
-    ]
-    inputs = [leaf for leaf, need in zip(leaves, wanted, strict=True) if need and leaf is not None]
+    pairs = zip((result.output, result.lse), grads, strict=True)
+    linked = [(made, grad) for made, grad in pairs if made.requires_grad and grad is not None]
     if not linked:
         return Gradients(None, None, None, None, None)
-    made, given = zip(*linked, strict=True)
-    found = iter(torch.autograd.grad(made, inputs, given, allow_unused=True))
+    inputs = [leaf for leaf, need in zip(leaves, wanted, strict=True) if need and leaf is not None]
+    results, given = zip(*linked, strict=True)
+    found = iter(torch.autograd.grad(results, inputs, given, allow_unused=True))
     return Gradients(*(next(found) if need else None for need in wanted))
-
-
-def _number(seed: Tensor | None) -> int:
-    return 0 if seed is None else int(seed) & WORD
 
 
 def _fields(problem: Problem, outcome: Outcome, how: int) -> tuple[Tensor, ...]:
     """An outcome as the operator gives it: each a tensor of its own, in rows, empty where not asked for."""
     top = outcome.max_scores if problem.aux.max_scores else None
     entropy = outcome.entropy if problem.aux.entropy else None
-    fields = (*outcome[:4], top, entropy)
-    made = torch.tensor(how, dtype=torch.int8)
-    return (*(outcome.lse.new_empty(0) if field is None else _owned(field) for field in fields), made)
+    fields = (outcome.output, outcome.lse, outcome.shift, outcome.total, top, entropy)
+    owned = [outcome.lse.new_empty(0) if field is None else _owned(field) for field in fields]
+    if how == ALONE:  # three times the same
+        owned[2:4] = owned[1].clone(), owned[1].clone()
+    return *owned, torch.tensor(how, dtype=torch.int8)
 
 
 def _owned(tensor: Tensor) -> Tensor:
@@ -273,43 +227,29 @@ def _owned(tensor: Tensor) -> Tensor:
     return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _rows(problem: Problem, like: Tensor) -> Tensor:
-    return like.new_zeros((problem.batch, problem.heads, problem.queries), dtype=problem.compute_dtype)
-
-
-# What they look like before they run.
+# What their results look like before they run.
 
 
 def _fake_drawn_seed(_token: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-def _fake_attention(
-    query: Tensor,
-    _key: Tensor,
-    value: Tensor,
-    _bias: Tensor | None,
-    _sinks: Tensor | None,
-    _seed: Tensor | None,
-    pattern_tensors: list[Tensor],
-    **options: Any,
-) -> tuple[Tensor, ...]:
+def _fake_attention(*arguments: Any) -> tuple[Tensor, ...]:
+    (query, _, value, _, _), _, pattern_tensors, options = Asked.read(arguments)
     if not pattern_tensors:
-        recall(options["pattern"], ())  # its errors are better raised now
+        recall(options.pattern, ())  # its errors are better raised now
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = query.shape[:3]
-    shapes = (rows, rows, rows, rows if options["want_max_scores"] else (0,), rows if options["want_entropy"] else (0,))
+    rows, nothing = query.shape[:3], (0,)
+    top, entropy = rows if options.want_max_scores else nothing, rows if options.want_entropy else nothing
     return (
         query.new_empty((*rows, value.shape[3])),
-        *(query.new_empty(shape, dtype=wide) for shape in shapes),
+        *(query.new_empty(shape, dtype=wide) for shape in (rows, rows, rows, top, entropy)),
         torch.empty((), dtype=torch.int8),
     )
 
 
-def _fake_attention_backward(
-    _grad_output: Tensor | None, _grad_lse: Tensor | None, *inputs: Any, wanted: list[bool], **_: Any
-) -> tuple[Tensor, ...]:
-    query, tensors = inputs[0], inputs[:5]
+def _fake_attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    query, tensors, wanted = arguments[0], arguments[:5], arguments[-1]
     return tuple(
         query.new_empty(0) if tensor is None or not need else tensor.new_empty(tensor.shape)
         for tensor, need in zip(tensors, wanted, strict=True)
@@ -325,49 +265,75 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        keys: Any,
-        options: Options,
-        pattern_tensors: list[Tensor],
-        seed: Tensor | None,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        found = _ATTENTION.redispatch(keys, *tensors, seed, pattern_tensors, **options)
-        ctx.options = options
-        ctx.save_for_backward(*tensors, seed, *found[:4], found[6], *pattern_tensors)
+    def forward(ctx: Any, keys: Any, asked: Asked, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        found = _below(keys, asked._replace(tensors=Tensors(*tensors)))  # type: ignore[arg-type]
+        ctx.options = asked.options
+        ctx.save_for_backward(*tensors, asked.seed, *found[:4], found[6], *asked.pattern_tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*found[2:])
         return found
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None) -> Any:
-        saved = ctx.saved_tensors
-        tensors, seed, outcome, pattern_tensors = saved[:5], saved[5], saved[6:11], saved[11:]
-        wanted, grads = ctx.needs_input_grad[4:], (grad_output, grad_lse)
+        saved = ctx.saved_tensors  # read once: recomputing checkpoints allow no more
+        asked = Asked(Tensors(*saved[:5]), saved[5], saved[11:], ctx.options)
+        wanted, grads = ctx.needs_input_grad[2:], (grad_output, grad_lse)
         if torch.is_grad_enabled():
-            found = _differentiable(Tensors(*tensors), seed, pattern_tensors, ctx.options, wanted, grads)
+            found = _differentiable(asked, wanted, grads)
         else:
-            found = torch.ops.qkv.attention_backward(
-                *grads, *tensors, seed, pattern_tensors, *outcome, **ctx.options, wanted=wanted
-            )
-        return None, None, None, None, *(grad if need else None for grad, need in zip(found, wanted, strict=True))
+            found = BACKWARD(*asked.flat(), *saved[6:11], *grads, wanted)
+        return None, None, *(grad if need else None for grad, need in zip(found, wanted, strict=True))
 
 
-def _differentiable(
-    tensors: Tensors,
-    seed: Tensor | None,
-    pattern_tensors: Sequence[Tensor],
-    options: Options,
-    wanted: Wanted,
-    grads: tuple[Tensor | None, Tensor | None],
-) -> Gradients:
+def _differentiable(asked: Asked, wanted: Wanted, grads: tuple[Tensor | None, Tensor | None]) -> Gradients:
     """Gradients that can be differentiated again."""
-    if not values_can_be_seen(tensors.query):
+    if not values_can_be_seen(asked.tensors.query):
         raise UnsupportedError(_SECOND_ORDER)
-    problem, plan, _, _ = _understood(tensors, pattern_tensors, options)
+    problem, plan, _, _ = understood(asked)
     with without_autocast(problem.device):
-        return differentiable_gradients(problem, tensors, plan, _number(seed), wanted, grads)
+        return differentiable_gradients(problem, asked.tensors, plan, asked.seed_value, wanted, grads)
+
+
+def _attention_autograd(keys: Any, *arguments: Any) -> tuple[Tensor, ...]:
+    if _are_functorch_transforms_active():
+        _refuse_transforms()
+    asked = Asked.read(arguments)
+    if transformed(asked.tensors):  # forward mode
+        return _with_tangents(asked)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in asked.tensors):
+        return _Attention.apply(keys, asked, *asked.tensors)  # type: ignore[no-untyped-call]
+    return _below(keys, asked)
+
+
+def _below(keys: Any, asked: Asked) -> tuple[Tensor, ...]:
+    """The operator below autograd; at once what it does where nothing stands between."""
+    given = (tensor for tensor in asked.tensors if tensor is not None)
+    if not _len_torch_dispatch_stack() and all(type(t) in ORDINARY and not t.is_neg() for t in given):
+        return _answered(asked)
+    return ATTENTION.redispatch(keys & BELOW, *asked.flat())
+
+
+def _with_tangents(asked: Asked) -> tuple[Tensor, ...]:
+    """The operator in plain operations."""
+    if not values_can_be_seen(asked.tensors.query):
+        _refuse_transforms()
+    problem, plan, _, _ = understood(asked)
+    with without_autocast(problem.device):
+        outcome = forward(problem, asked.tensors, plan, asked.seed_value, careful=True)
+    return _fields(problem, outcome, PLAIN)
+
+
+def _attention_backward_autograd(keys: Any, *arguments: Any) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in arguments):
+        raise UnsupportedError(_SECOND_ORDER)
+    return BACKWARD.redispatch(keys & BELOW, *arguments)
+
+
+def _refuse_transforms(*_: Any) -> NoReturn:
+    holds, seen = "torch.func and forward mode must meet qkv.attention itself", "got its operator in a graph"
+    raise UnsupportedError(
+        message(holds, seen, "take derivatives and batches outside of torch.compile and torch.export")
+    )
 
 
 _SECOND_ORDER = message(
@@ -376,61 +342,6 @@ _SECOND_ORDER = message(
     "differentiate twice outside of torch.compile and torch.export",
 )
 
-
-def _attention_autograd(
-    keys: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    pattern_tensors: list[Tensor],
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    tensors, below = Tensors(query, key, value, bias, sinks), keys & _BELOW
-    if _are_functorch_transforms_active():
-        _refuse_transforms()
-    if transformed(tensors):  # forward mode
-        return _plain_attention(*tensors, seed, pattern_tensors, **options)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return _Attention.apply(below, options, pattern_tensors, seed, *tensors)  # type: ignore[no-untyped-call]
-    return _ATTENTION.redispatch(below, *tensors, seed, pattern_tensors, **options)
-
-
-def _plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    seed: Tensor | None,
-    pattern_tensors: list[Tensor],
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    """The operator in plain operations, for tangents."""
-    if not values_can_be_seen(query):
-        _refuse_transforms()
-    tensors = Tensors(query, key, value, bias, sinks)
-    problem, plan, _, _ = _understood(tensors, pattern_tensors, options)
-    with without_autocast(problem.device):
-        outcome = forward(problem, tensors, plan, _number(seed), careful=True)
-    return _fields(problem, outcome, PLAIN)
-
-
-def _refuse_transforms(*_: Any, **__: Any) -> NoReturn:
-    holds, seen = "torch.func and forward mode must meet qkv.attention itself", "got its operator in a graph"
-    raise UnsupportedError(
-        message(holds, seen, "take derivatives and batches outside of torch.compile and torch.export")
-    )
-
-
-def _attention_backward_autograd(keys: Any, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-    if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-        raise UnsupportedError(_SECOND_ORDER)
-    return _BACKWARD.redispatch(keys & _BELOW, *args, **options)
-
-
 for _name, _function, _fake in (
     ("draw_seed", _drawn_seed, _fake_drawn_seed),
     ("attention", _attention, _fake_attention),
@@ -438,7 +349,6 @@ for _name, _function, _fake in (
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"qkv::{_name}", _fake, lib=_LIBRARY)
-_LIBRARY.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
-_LIBRARY.impl("attention_backward", _attention_backward_autograd, "Autograd", with_keyset=True)
-for _name in ("attention", "attention_backward"):
+for _name, _autograd in (("attention", _attention_autograd), ("attention_backward", _attention_backward_autograd)):
+    _LIBRARY.impl(_name, _autograd, "Autograd", with_keyset=True)
     _LIBRARY.impl(_name, _refuse_transforms, "FuncTorchBatched")

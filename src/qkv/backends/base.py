@@ -139,9 +139,10 @@ def rule_bias(problem: Problem, bias: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A block in which operations keep the types they are given, whatever surrounds the call."""
-    if not torch.amp.is_autocast_available(device.type):
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(kind, enabled=False)
 
 
 def all_finite(*tensors: Tensor | None) -> bool:

@@ -141,6 +141,8 @@ class Prepared:
             tensor.new_empty(tensor.shape, dtype=problem.dtype) if tensor is not None and want else None
             for tensor, want in zip(tensors, wanted, strict=True)
         ]
+        if made[3] is not None:
+            made[3] = torch.zeros(made[3].shape, dtype=problem.dtype)  # large, and zero pages come for nothing
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         self.call.backward(
             torch.get_num_threads(),
