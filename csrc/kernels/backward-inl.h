@@ -16,7 +16,7 @@ using qkv::Run;
 using qkv::Status;
 using qkv::Worker;
 
-constexpr int64_t TOGETHER = 2;   // query tiles that share each block of keys
+constexpr int64_t TOGETHER = 4;   // query tiles that share each block of keys
 constexpr int64_t KEY_SHARE = 8;  // key blocks that one unit of a stage owns
 
 enum Wanted : int { FOR_QUERIES = 1, FOR_KEYS = 2 };
@@ -392,7 +392,7 @@ class BackwardPass {
     const TileBias<T> bias =
         tile_bias(scene, data_.bias, one.tile, block, *scratch.at, all, one.width, scratch.rows, scratch.bias);
     if (p_.dropout_threshold) {
-      draw_kept(scene.draw(data_.seed), scratch.at->counters, one.width, scratch.at->keys, all, scratch.kept);
+      draw_kept(scene.draw(data_.seed), scratch.at->counters, one.width, scratch.at->keys, key_count, scratch.kept);
     }
     const Shares shares = shares_of(one.cursor.mask(), one.width, key_count);
     for (int i = 0; i < shares.count; ++i) {

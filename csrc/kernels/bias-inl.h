@@ -102,7 +102,10 @@ void turned_bias(const Rows<const T>& rows, Range keys, int64_t width, T* by_que
     T* to = by_query + i * TILE;
     int64_t k = 0;
     if (from) {
-      for (; k + LANES<T> <= keys.stop; k += LANES<T>) store(to + k, in_bits(load(from + k), T()));
+      for (; k + LANES<T> <= keys.stop; k += LANES<T>) {
+        __builtin_prefetch(from + k + TILE);  // what the next tile will read, which no pattern of addresses foretells
+        store(to + k, in_bits(load(from + k), T()));
+      }
       for (; k < keys.stop; ++k) to[k] = in_bits(from[k], T());
     }
     for (; k < columns; ++k) to[k] = 0;
@@ -182,7 +185,10 @@ void add_turned_gradient(const Rows<T>& rows, int64_t first_key, const TileGradi
     const T* from = scratch + (i - lanes.first) * TILE - start;
     T* to = rows.at(i) + first_key;
     int64_t k = keys.first;
-    for (; k + LANES<T> <= keys.stop; k += LANES<T>) store(to + k, load(to + k) + load(from + k));
+    for (; k + LANES<T> <= keys.stop; k += LANES<T>) {
+      __builtin_prefetch(to + k + TILE, 1);
+      store(to + k, load(to + k) + load(from + k));
+    }
     for (; k < keys.stop; ++k) to[k] += from[k];
   }
 }

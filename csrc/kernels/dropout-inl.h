@@ -43,25 +43,45 @@ inline void philox(const Draw& draw, uint32_t group, U<float> query, U<float> wo
   for (int word = 0; word < 4; ++word) words[word] = (U<float>)((c[0][word] & LOW) | (c[1][word] << 32));
 }
 
+constexpr int64_t DRAWN = 8;  // keys that share a counter
+
+// 1 where the number of a key, a half of one of the words, is not below the threshold; else 0.
+template <class T>
+inline void store_kept(const Draw& draw, const U<float> words[4], int64_t half, int64_t lanes, T* row) {
+  const U<float> word = words[half >> 1], number = half & 1 ? word : word << 16;
+  const I<float> dropped = number < draw.threshold << 16;
+  if constexpr (sizeof(T) == sizeof(float)) {
+    store(row, dropped ? F<T>{} : splat<T>(1));
+  } else {
+    for (int64_t i = 0; i < lanes; ++i) row[i] = dropped[i] ? T(0) : T(1);
+  }
+}
+
+// Whether these are all the keys of a counter, in order.
+inline bool neighbours(const int64_t* keys, int64_t first) {
+  bool all = true;
+  for (int64_t i = 0; i < DRAWN; ++i) all = all && keys[i] == first + i;
+  return all;
+}
+
 // kept[key][lane] = 1 or 0 for a tile: positions of its queries (whole vectors of them) and of its keys.
 template <class T>
-void draw_kept(const Draw& draw, const uint32_t* queries, int64_t width, const int64_t* keys, Range range, T* kept) {
+void draw_kept(const Draw& draw, const uint32_t* queries, int64_t width, const int64_t* keys, int64_t count, T* kept) {
   constexpr int64_t N = LANES<float>;
   for (int64_t lane = 0; lane < width; lane += N) {
     U<float> query, words[4];
-    for (int64_t i = 0; i < N; ++i) query[i] = queries[lane + i];
-    int64_t drawn = INT64_MAX;
-    for (int64_t k = range.first; k < range.stop; ++k) {
+    __builtin_memcpy(&query, queries + lane, sizeof query);
+    const int64_t lanes = least(N, width - lane);
+    for (int64_t k = 0; k < count;) {
       const int64_t group = keys[k] >> 3;
-      if (group != drawn) philox(draw, static_cast<uint32_t>(group), query, words);
-      drawn = group;
-      const U<float> word = words[(keys[k] & 7) >> 1], number = keys[k] & 1 ? word : word << 16;
-      const I<float> dropped = number < draw.threshold << 16;
+      philox(draw, static_cast<uint32_t>(group), query, words);
       T* row = kept + k * width + lane;
-      if constexpr (sizeof(T) == sizeof(float)) {
-        store(row, dropped ? F<T>{} : splat<T>(1));
+      if (k + DRAWN <= count && neighbours(keys + k, group * DRAWN)) {
+#pragma GCC unroll 8
+        for (int64_t half = 0; half < DRAWN; ++half) store_kept(draw, words, half, lanes, row + half * width);
+        k += DRAWN;
       } else {
-        for (int64_t i = 0; i < least(N, width - lane); ++i) row[i] = dropped[i] ? T(0) : T(1);
+        for (; k < count && keys[k] >> 3 == group; ++k, row += width) store_kept(draw, words, keys[k] & 7, lanes, row);
       }
     }
   }

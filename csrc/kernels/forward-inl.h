@@ -228,7 +228,7 @@ class ForwardPass {
     const TileBias<T> bias =
         tile_bias(scene, data_.bias, one.tile, block, *scratch.at, all, one.width, scratch.rows, scratch.bias);
     if (p_.dropout_threshold) {
-      draw_kept(scene.draw(data_.seed), scratch.at->counters, one.width, scratch.at->keys, all, scratch.kept);
+      draw_kept(scene.draw(data_.seed), scratch.at->counters, one.width, scratch.at->keys, key_count, scratch.kept);
     }
     const Shares shares = shares_of(one.cursor.mask(), one.width, key_count);
     for (int i = 0; i < shares.count; ++i) {

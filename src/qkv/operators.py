@@ -79,9 +79,9 @@ class Asked(NamedTuple):
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> Asked:
         """From the first arguments of an operator."""
-        *before, offset, backend, lse, max_scores, entropy = arguments[7:17]
-        options = Options(*before, tuple(offset), backend, lse, max_scores, entropy)
-        return cls(Tensors(*arguments[:5]), arguments[5], arguments[6], options)
+        query, key, value, bias, sinks, seed, pattern_tensors, *options = arguments[:17]
+        options[5] = tuple(options[5])  # the offsets come as a list
+        return cls(Tensors(query, key, value, bias, sinks), seed, pattern_tensors, Options(*options))
 
     def flat(self) -> tuple[Any, ...]:
         """As an operator takes them."""
@@ -169,15 +169,15 @@ def _answered(asked: Asked) -> tuple[Tensor, ...]:
 
 def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
     asked = Asked.read(arguments)
-    *fields, made, grad_output, grad_lse, wanted = arguments[17:]
+    output, lse, shift, total, made, grad_output, grad_lse, wanted = arguments[17:]
     tensors, seed, wanted, how = asked.tensors, asked.seed_value, tuple(wanted), int(made)
     problem, plan, engine, backend = understood(asked)
     with without_autocast(problem.device):
         if how == ALONE or engine is None:
             found = _recomputed(backend, problem, tensors, seed, wanted, (grad_output, grad_lse))
         else:
-            outcome = Outcome(*fields, max_scores=None, entropy=None)
-            grad_output = torch.zeros_like(outcome.output) if grad_output is None else grad_output
+            outcome = Outcome(output, lse, shift, total, None, None)
+            grad_output = torch.zeros_like(output) if grad_output is None else grad_output
             careful = how == CAREFUL
             found = engine.gradients(
                 problem, tensors, plan, seed, outcome, grad_output, grad_lse, wanted, careful=careful
@@ -198,16 +198,24 @@ def _recomputed(
 ) -> Gradients:
     """Gradients through the backend's own graph, for one that leaves no outcome."""
     leaves = [None if t is None else t.detach().requires_grad_(need) for t, need in zip(tensors, wanted, strict=True)]
-    with torch.enable_grad():
+    with torch.enable_grad(), _with_autograd():
         result = backend.run(problem, Tensors(*leaves), seed)  # type: ignore[arg-type]
     pairs = zip((result.output, result.lse), grads, strict=True)
     linked = [(made, grad) for made, grad in pairs if made.requires_grad and grad is not None]
     if not linked:
         return Gradients(None, None, None, None, None)
-    inputs = [leaf for leaf, need in zip(leaves, wanted, strict=True) if need and leaf is not None]
+    inputs = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     results, given = zip(*linked, strict=True)
     found = iter(torch.autograd.grad(results, inputs, given, allow_unused=True))
-    return Gradients(*(next(found) if need else None for need in wanted))
+    return Gradients(*(next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves))
+
+
+def _with_autograd() -> Any:
+    """A block in which graphs are built, even where torch runs a graph of its own below autograd."""
+    core = torch._C  # noqa: SLF001 - torch has no public way
+    excluded = core._dispatch_tls_local_exclude_set() & BELOW  # noqa: SLF001
+    excluded = excluded.remove(core.DispatchKey.ADInplaceOrView)
+    return core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded)  # noqa: SLF001
 
 
 def _fields(problem: Problem, outcome: Outcome, how: int) -> tuple[Tensor, ...]:
@@ -223,7 +231,7 @@ def _fields(problem: Problem, outcome: Outcome, how: int) -> tuple[Tensor, ...]:
 
 def _owned(tensor: Tensor) -> Tensor:
     """A tensor in rows that shares its memory with no other."""
-    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes > 0
     return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -105,9 +105,10 @@ class Pattern:
     def check(self, *, batch: int, heads: int, queries: int, keys: int, offsets: Sequence[int]) -> None:
         """Raise ShapeError, MaskError or ValueOutOfRange where the pattern does not fit the sizes of a call.
 
-        While a graph is captured nothing is known of sizes and content: then it is checked when it is planned.
+        While a graph is captured, sizes and content are not known: then it is checked when it is planned.
         """
-        if not torch.compiler.is_compiling():
+        known = all(type(n) is int for n in (batch, heads, queries, keys, *offsets))
+        if known and not torch.compiler.is_compiling():
             self._check(Sizes(batch, heads, queries, keys, tuple(offsets)))
 
     def _check(self, sizes: Sizes) -> None:
