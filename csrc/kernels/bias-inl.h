@@ -129,6 +129,11 @@ TileBias<T> tensor_bias(const Scene<T>& scene, const void* data, int64_t tile_nu
   const Range filled = bias.stride[3] == 0 ? Range{0, 1} : keys;
   for (int64_t k = filled.first; k < filled.stop; ++k) {
     const int64_t column = base + most(columns.row(k), 0) * bias.stride[3];
+    if (bias.stride[2] == 0) {
+      const F<T> number = splat(in_bits(number_of<T>(data, bias.type, column), T()));
+      for (int64_t i = 0; i < width; i += LANES<T>) store(tile + k * width + i, number);
+      continue;
+    }
     for (int64_t i = 0; i < width; ++i) {
       const int64_t row = i < rows.count ? most(rows.row(i), 0) : 0;
       tile[k * width + i] = in_bits(number_of<T>(data, bias.type, column + row * bias.stride[2]), T());
