@@ -1,94 +1,15 @@
-// The backward pass: the weights again from the saved sums, P = 2^(score - shift) / total, and dS = P (dP - delta).
+// The backward pass: which units of work make which gradients.
 //
 // Every number of a gradient is one chain of additions in a fixed order: query heads of a group, parts, batch rows where
 // they share it, query tiles, key blocks. Whether one thread makes all gradients of a head in one pass over its tiles,
 // or several make those of keys in one stage and those of queries in another, the chains are the same, and so the bits.
 #pragma once
 
-#include "../base/threads.h"
-#include "careful-inl.h"
-#include "scores-inl.h"
+#include "backward_tile-inl.h"
 
 namespace {
 
-using qkv::Backward;
-using qkv::Run;
-using qkv::Status;
-using qkv::Worker;
-
-constexpr int64_t TOGETHER = 4;   // query tiles that share each block of keys
 constexpr int64_t KEY_SHARE = 8;  // key blocks that one unit of a stage owns
-
-enum Wanted : int { FOR_QUERIES = 1, FOR_KEYS = 2 };
-
-// What a unit of work covers, and which gradients it makes.
-struct Region {
-  Range batch, heads;     // of query heads
-  Range parts;
-  Range tiles, keys;      // of each part
-  int wanted;
-};
-
-// A tile's queries: scores' side by lanes, gradients' side by rows.
-template <class T>
-struct Asked {
-  T *by_lane, *by_row;            // scaled queries: (D, width), in bits, and (TILE, padded D), in natural units
-  T *grad_by_lane, *grad_by_row;  // of the output, over total: (V, width) and (TILE, padded V)
-  T* grad_query;                  // (TILE, padded D)
-  T *shift, *delta;               // (TILE); delta over total
-  int64_t tile, count, width;
-  Cursor cursor;
-};
-
-template <class T>
-struct BackwardScratch {
-  Asked<T> tiles[TOGETHER];
-  T *ones, *factors, *rows, *keys, *values, *scores, *grads, *slope, *bias, *strip, *kept, *grad_keys, *grad_values;
-  uint64_t* seen;
-  Positions* at;
-
-  BackwardScratch(const Problem& p, Arena& arena) {
-    const int64_t wide_d = padded<T>(p.head_dim), wide_v = padded<T>(p.value_dim);
-    const auto take = [&arena](int64_t count) { return arena.take<T>(count); };
-    for (Asked<T>& one : tiles) {
-      one.by_lane = take(TILE * wide_d), one.by_row = take(TILE * wide_d), one.grad_query = take(TILE * wide_d);
-      one.grad_by_lane = take(TILE * wide_v), one.grad_by_row = take(TILE * wide_v);
-      one.shift = take(TILE), one.delta = take(TILE);
-    }
-    ones = take(TILE), factors = take(TILE);
-    keys = take(TILE * wide_d), grad_keys = take(TILE * wide_d);
-    values = take(TILE * wide_v), grad_values = take(TILE * wide_v);
-    scores = take(TILE * TILE), grads = take(TILE * TILE), slope = take(TILE * TILE);
-    bias = take(TILE * TILE), kept = take(TILE * TILE);
-    rows = arena.take<T>(TILE * most(most(wide_d, wide_v), TILE));
-    strip = arena.take<T>(STRIP_SIZE);
-    seen = arena.take<uint64_t>(TILE);
-    at = arena.take<Positions>(1);
-  }
-};
-
-// Gradients of scores from weights and their gradients, a column of vectors at a time.
-template <class T, bool CAREFUL>
-void grade_column(const Asked<T>& one, int64_t lane, Range keys, T* s, T* ds, const T* kept, const uint64_t* seen) {
-  const F<T> shift = load(one.shift + lane), delta = load(one.delta + lane);
-  for (int64_t k = keys.first; k < keys.stop; ++k) {
-    const int64_t at = k * one.width + lane;
-    F<T> weight = exp2<T>(load(s + at) - shift), grad = load(ds + at), used = weight;
-    if (kept) {
-      const F<T> factor = load(kept + at);
-      used = weight * factor;
-      grad = grad * factor;
-    }
-    grad = weight * (grad - delta);
-    if constexpr (CAREFUL) {
-      const I<T> visible = bits_of<T>(seen[k], lane);
-      used = visible ? used : F<T>{};
-      grad = visible ? grad : F<T>{};
-    }
-    store(s + at, used);
-    store(ds + at, grad);
-  }
-}
 
 template <class T>
 void clear(void* data, int64_t first, int64_t count) {
@@ -99,79 +20,34 @@ void clear(void* data, int64_t first, int64_t count) {
 template <class T>
 class BackwardPass {
  public:
-  BackwardPass(const Problem& problem, const Backward& data) : p_(problem), data_(data) {
-    for (int64_t m = 0; m < p_.plan.count; ++m) {
-      const qkv::Member& member = p_.plan.members[m];
-      parts_ = most(parts_, member.count);
-      for (int64_t i = 0; i < member.count; ++i) {
-        tiles_ = most(tiles_, member.parts[i].schedule.rows);
-        blocks_ = most(blocks_, member.parts[i].schedule.cols);
-      }
-    }
-    Arena measure(nullptr);
-    BackwardScratch<T>(p_, measure);
-    scratch_ = measure.used();
-    group_ = p_.heads / p_.kv_heads;
-    plan_bias();
-  }
+  BackwardPass(const Problem& problem, const Backward& data)
+      : p_(problem), data_(data), size_(problem.plan), bias_(problem, data, size_.tiles) {}
 
   Status run(const Run& run) {
     const int64_t heads = p_.batch * p_.heads, rows = heads * p_.queries, tiles = blocks_of(p_.queries, TILE);
-    if (!deltas_.reserve(rows * sizeof(T)) || !shares_.reserve(chunks_ * share_ * heads * sizeof(T)) ||
+    if (!deltas_.reserve(rows * sizeof(T)) || !shares_.reserve(shares() * sizeof(T)) ||
         !sinks_.reserve(data_.grad_sinks ? heads * tiles * sizeof(T) : 0)) {
       return Status::out_of_memory;
     }
-    const Status prepared = each(run, heads * tiles, &BackwardPass::prepare_unit);
-    if (prepared != Status::ok) return prepared;
-    for (careful_ = false;; careful_ = true) {
-      const Status made = make(run);
-      if (made != Status::ok) return made;
-      finite_ = true;
-      const Status looked = careful_ ? Status::ok : each(run, heads, &BackwardPass::look_unit);
-      if (looked != Status::ok) return looked;
-      if (careful_ || __atomic_load_n(&finite_, __ATOMIC_RELAXED)) break;
+    bias_.sums = static_cast<T*>(shares_.data());
+    tiles_.deltas = static_cast<T*>(deltas_.data());
+    Status status = each(*this, p_, run, heads * tiles, &BackwardPass::prepare_unit);
+    if (status == Status::ok) status = make(run);
+    if (status == Status::ok) status = each(*this, p_, run, heads, &BackwardPass::look_unit);
+    if (status == Status::ok && !__atomic_load_n(&finite_, __ATOMIC_RELAXED)) {
+      tiles_.careful = true;
+      status = make(run);
     }
+    if (status != Status::ok) return status;
     reduce_shares();
     reduce_sinks();
     return Status::ok;
   }
 
  private:
-  using Method = void (BackwardPass::*)(int64_t, BackwardScratch<T>&, Worker&);
-  struct Job {
-    BackwardPass* pass;
-    Method method;
-  };
-
-  Status each(const Run& run, int64_t units, Method method) {
-    Job job{this, method};
-    return qkv::parallel(run, units, [](void* state, int64_t unit, Worker& worker) {
-      const Job& job = *static_cast<Job*>(state);
-      void* memory = worker.scratch(job.pass->scratch_);
-      if (!memory) return worker.fail(Status::out_of_memory);
-      Arena arena(memory);
-      BackwardScratch<T> scratch(job.pass->p_, arena);
-      for (int64_t i = 0; i < TILE; ++i) scratch.ones[i] = 1;
-      (job.pass->*job.method)(unit, scratch, worker);
-    }, &job);
-  }
-
-  // A bias gradient with an axis of queries belongs to query tiles, one with keys alone to key blocks; where it is
-  // shared by batch rows or heads, one unit walks all of these. Rules and single numbers are summed in shares.
-  void plan_bias() {
-    const Bias& bias = p_.bias;
-    if (!data_.grad_bias) return;
-    if (bias.kind == BiasKind::tensor && (bias.size[2] > 1 || bias.size[3] > 1)) {
-      bias_for_ = bias.size[2] > 1 ? FOR_QUERIES : FOR_KEYS;
-      all_batch_ = bias.size[0] == 1;
-      all_heads_ = bias.size[1] == 1;
-      return;
-    }
-    share_ = bias.kind == BiasKind::relative ? bias.size[1] : 1;
-    chunk_ = most(qkv::BIAS_CHUNK, blocks_of(share_, 4 * TILE));
-    chunks_ = blocks_of(most(tiles_, 1), chunk_);
-    bias_for_ = FOR_QUERIES;
-  }
+  int64_t shares() const { return bias_.chunks * bias_.share * p_.batch * p_.heads; }
+  int64_t bias_size() const { return p_.bias.size[0] * p_.bias.size[1] * p_.bias.size[2] * p_.bias.size[3]; }
+  int64_t group() const { return p_.heads / p_.kv_heads; }
 
   // Rows of dO · O less the gradient of lse, over the total; a sink's share of them.
   void prepare_unit(int64_t unit, BackwardScratch<T>& scratch, Worker&) {
@@ -206,19 +82,21 @@ class BackwardPass {
 
   // All gradients of the tensors, by one stage over heads or by stages over keys and over queries.
   Status make(const Run& run) {
-    clear<T>(shares_.data(), 0, chunks_ * share_ * p_.batch * p_.heads);
-    if (careful_ && bias_for_ && !share_) clear<T>(data_.grad_bias, 0, bias_size());
-    const Status cleared = each(run, p_.batch * p_.heads, &BackwardPass::clear_unit);
+    clear<T>(bias_.sums, 0, shares());
+    if (tiles_.careful && bias_.stage && !bias_.share) clear<T>(data_.grad_bias, 0, bias_size());
+    const Status cleared = each(*this, p_, run, p_.batch * p_.heads, &BackwardPass::clear_unit);
     if (cleared != Status::ok) return cleared;
     wanted_ = FOR_QUERIES | FOR_KEYS;
     split_ = 0;
-    if (run.threads <= 1 || units() >= run.threads) return each(run, units(), &BackwardPass::region_unit);
+    if (run.threads <= 1 || units() >= run.threads) {
+      return each(*this, p_, run, units(), &BackwardPass::region_unit);
+    }
     for (wanted_ = FOR_KEYS; wanted_ >= FOR_QUERIES; --wanted_) {
       if (!wants(wanted_)) continue;
-      split_ = wanted_ == FOR_KEYS ? blocks_of(blocks_, KEY_SHARE) : blocks_of(tiles_, chunk_);
+      split_ = wanted_ == FOR_KEYS ? blocks_of(size_.blocks, KEY_SHARE) : blocks_of(size_.tiles, bias_.chunk);
       for (head_ = 0; head_ < unit_heads(); ++head_) {
-        for (part_ = 0; part_ < parts_; ++part_) {
-          const Status status = each(run, units() * split_, &BackwardPass::region_unit);
+        for (part_ = 0; part_ < size_.parts; ++part_) {
+          const Status status = each(*this, p_, run, units() * split_, &BackwardPass::region_unit);
           if (status != Status::ok) return status;
         }
       }
@@ -227,28 +105,27 @@ class BackwardPass {
   }
 
   bool wants(int stage) const {
-    if (bias_for_ & stage) return true;
+    if (bias_.stage & stage) return true;
     return stage == FOR_KEYS ? data_.grad_key || data_.grad_value : data_.grad_query != nullptr;
   }
 
-  int64_t bias_size() const { return p_.bias.size[0] * p_.bias.size[1] * p_.bias.size[2] * p_.bias.size[3]; }
-  int64_t unit_heads() const { return all_heads_ ? p_.heads : group_; }
-  int64_t units() const { return (all_batch_ ? least(p_.batch, 1) : p_.batch) * (all_heads_ ? 1 : p_.kv_heads); }
+  int64_t unit_heads() const { return bias_.all_heads ? p_.heads : group(); }
+  int64_t units() const { return (bias_.all_batch ? least(p_.batch, 1) : p_.batch) * (bias_.all_heads ? 1 : p_.kv_heads); }
 
   void region_unit(int64_t unit, BackwardScratch<T>& scratch, Worker& worker) {
     const int64_t share = split_ ? unit % split_ : 0, at = split_ ? unit / split_ : unit;
-    const int64_t columns = all_heads_ ? 1 : p_.kv_heads, b = at / columns, h = at % columns * group_;
+    const int64_t columns = bias_.all_heads ? 1 : p_.kv_heads, b = at / columns, h = at % columns * group();
     Region region;
-    region.batch = all_batch_ ? Range{0, p_.batch} : Range{b, b + 1};
+    region.batch = bias_.all_batch ? Range{0, p_.batch} : Range{b, b + 1};
     region.heads = {h, h + unit_heads()};
-    region.parts = {0, parts_};
+    region.parts = {0, size_.parts};
     region.tiles = region.keys = {0, NO_BLOCK};
     region.wanted = wanted_;
     if (split_) {
       region.heads = {h + head_, h + head_ + 1};
       region.parts = {part_, part_ + 1};
       if (wanted_ == FOR_KEYS) region.keys = {share * KEY_SHARE, (share + 1) * KEY_SHARE};
-      if (wanted_ == FOR_QUERIES) region.tiles = {share * chunk_, (share + 1) * chunk_};
+      if (wanted_ == FOR_QUERIES) region.tiles = {share * bias_.chunk, (share + 1) * bias_.chunk};
     }
     cover(region, scratch, worker);
   }
@@ -257,265 +134,25 @@ class BackwardPass {
     for (int64_t h = region.heads.first; h < region.heads.stop; ++h) {
       for (int64_t part = region.parts.first; part < region.parts.stop; ++part) {
         for (int64_t b = region.batch.first; b < region.batch.stop; ++b) {
-          const qkv::Member& member = this->member(b, h);
+          const qkv::Member& member = member_of(p_, b, h);
           if (part >= member.count) continue;
           const Scene<T> scene{p_, member.parts[part], b, h};
           const int64_t stop = least(region.tiles.stop, scene.part.schedule.rows);
           for (int64_t tile = region.tiles.first; tile < stop; tile += TOGETHER) {
             if (worker.stopped()) return;
-            walk(scene, region, tile, least(TOGETHER, stop - tile), scratch, worker);
+            tiles_.walk(scene, region, tile, least(TOGETHER, stop - tile), scratch, worker);
           }
         }
       }
     }
   }
 
-  const qkv::Member& member(int64_t b, int64_t h) const {
-    const qkv::Plan& plan = p_.plan;
-    return plan.members[plan.index[b * plan.index_batch_stride + h * plan.index_head_stride]];
-  }
-
-  void walk(const Scene<T>& scene, const Region& region, int64_t first, int64_t count, BackwardScratch<T>& scratch,
-            Worker& worker) {
-    int64_t entries = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      scratch.tiles[i].cursor = Cursor(scene.part.schedule, first + i, region.keys);
-      entries += scratch.tiles[i].cursor.block() != NO_BLOCK;
-    }
-    if (!entries) return;
-    for (int64_t i = 0; i < count; ++i) start(scene, first + i, scratch, scratch.tiles[i]);
-    while (!worker.stopped()) {
-      int64_t block = NO_BLOCK;
-      for (int64_t i = 0; i < count; ++i) block = least(block, scratch.tiles[i].cursor.block());
-      if (block == NO_BLOCK) break;
-      meet(scene, region, block, count, scratch);
-    }
-    if (!(region.wanted & FOR_QUERIES) || !data_.grad_query) return;
-    for (int64_t i = 0; i < count; ++i) add_query_gradient(scene, scratch, scratch.tiles[i]);
-  }
-
-  // All that the backward pass needs of a tile's queries.
-  void start(const Scene<T>& scene, int64_t tile, BackwardScratch<T>& scratch, Asked<T>& one) {
-    const auto rows = scene.query_rows(offset<T>(data_.query, p_.query_stride, scene.b, scene.h), p_.query_stride, tile);
-    const int64_t* stride = data_.grad_output_stride;
-    const auto grads = scene.query_rows(offset<T>(data_.grad_output, stride, scene.b, scene.h), stride, tile);
-    const int64_t wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim), at = row_of(scene, 0);
-    one.tile = tile;
-    one.count = rows.count;
-    one.width = padded<T>(rows.count);
-    fill(scratch.factors, static_cast<T>(p_.scale * LOG2_E));
-    load_padded(rows, p_.head_dim, scratch.factors, one.by_row, wide_d);
-    transpose(one.by_row, wide_d, one.width, wide_d, one.by_lane, one.width);
-    fill(scratch.factors, static_cast<T>(p_.scale));
-    load_padded(rows, p_.head_dim, scratch.factors, one.by_row, wide_d);
-    const T kept = p_.dropout_threshold ? T(65536) / static_cast<T>(65536 - p_.dropout_threshold) : T(1);
-    for (int64_t i = 0; i < TILE; ++i) {
-      const int64_t row = i < rows.count ? rows.row(i) : -1;
-      one.shift[i] = row < 0 ? 0 : static_cast<const T*>(data_.shift)[at + row];
-      one.delta[i] = row < 0 ? 0 : static_cast<const T*>(deltas_.data())[at + row];
-      scratch.factors[i] = row < 0 ? 0 : kept / static_cast<const T*>(data_.total)[at + row];
-    }
-    load_padded(grads, p_.value_dim, scratch.factors, one.grad_by_row, wide_v);
-    transpose(one.grad_by_row, wide_v, one.width, wide_v, one.grad_by_lane, one.width);
-    for (int64_t i = 0; i < one.count * wide_d; i += LANES<T>) store(one.grad_query + i, F<T>{});
-  }
-
-  static void fill(T* numbers, T x) {
-    for (int64_t i = 0; i < TILE; ++i) numbers[i] = x;
-  }
-
-  // As load_rows, with rows of zeros up to whole vectors of lanes.
-  static void load_padded(const Rows<const T>& rows, int64_t width, const T* factors, T* to, int64_t stride) {
-    load_rows(rows, width, factors, to, stride);
-    const int64_t end = padded<T>(rows.count) * stride;
-    for (int64_t i = rows.count * stride; i < end; i += LANES<T>) store(to + i, F<T>{});
-  }
-
-  int64_t row_of(const Scene<T>& scene, int64_t row) const { return (scene.b * p_.heads + scene.h) * p_.queries + row; }
-
-  // One key block and the tiles that see it.
-  void meet(const Scene<T>& scene, const Region& region, int64_t block, int64_t count, BackwardScratch<T>& scratch) {
-    const int64_t g = scene.group(), wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim);
-    const auto key_rows = scene.key_rows(offset<T>(data_.key, p_.key_stride, scene.b, g), p_.key_stride, block);
-    const auto value_rows = scene.key_rows(offset<T>(data_.value, p_.value_stride, scene.b, g), p_.value_stride, block);
-    const Panel<T> keys = panel(key_rows, p_.head_dim, true, scratch.ones, scratch.keys);
-    const Panel<T> values = panel(value_rows, p_.value_dim, false, scratch.ones, scratch.values);
-    Sum grad_keys{}, grad_values{};
-    if (region.wanted & FOR_KEYS) {
-      grad_keys = open(scene, data_.grad_key, p_.head_dim, wide_d, block, scratch.grad_keys, scratch);
-      grad_values = open(scene, data_.grad_value, p_.value_dim, wide_v, block, scratch.grad_values, scratch);
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      Asked<T>& one = scratch.tiles[i];
-      if (one.cursor.block() != block) continue;
-      careful_ ? grade<true>(scene, region, one, block, key_rows.count, keys, values, grad_keys, grad_values, scratch)
-               : grade<false>(scene, region, one, block, key_rows.count, keys, values, grad_keys, grad_values, scratch);
-      one.cursor.next();
-    }
-    close(grad_keys, p_.head_dim, scratch);
-    close(grad_values, p_.value_dim, scratch);
-  }
-
-  // Rows of a gradient that grow: in place where they are whole vectors, else in a copy that is put back.
-  struct Sum {
-    T* data;  // null: not wanted
-    int64_t stride;
-    Rows<T> rows;
-    bool copied;
-  };
-
-  Sum open(const Scene<T>& scene, void* grad, int64_t width, int64_t wide, int64_t block, T* copy,
-           BackwardScratch<T>& scratch) {
-    if (!grad) return {};
-    const int64_t stride[4] = {0, 0, width, 1};
-    T* data = static_cast<T*>(grad) + (scene.b * p_.kv_heads + scene.group()) * p_.keys * width;
-    const Rows<T> rows = scene.key_rows(data, stride, block);
-    if (!rows.slots && width == wide) return {rows.at(0), width, rows, false};
-    load_rows<T>({rows.data, rows.row_stride, rows.column_stride, rows.slots, rows.first, rows.count}, width,
-                 scratch.ones, copy, wide);
-    return {copy, wide, rows, true};
-  }
-
-  void close(const Sum& sum, int64_t width, BackwardScratch<T>& scratch) {
-    if (sum.copied) store_rows(sum.data, sum.stride, width, scratch.ones, sum.rows);
-  }
-
-  // One tile: weights, their gradients, and what they add to everything.
-  template <bool CAREFUL>
-  void grade(const Scene<T>& scene, const Region& region, Asked<T>& one, int64_t block, int64_t key_count,
-             const Panel<T>& keys, const Panel<T>& values, const Sum& grad_keys, const Sum& grad_values,
-             BackwardScratch<T>& scratch) {
-    const Range all{0, key_count};
-    if (p_.dropout_threshold || p_.bias.kind != BiasKind::none) {
-      locate_tile(scene, one.tile, one.count, block, key_count, *scratch.at);
-    }
-    const TileBias<T> bias =
-        tile_bias(scene, data_.bias, one.tile, block, *scratch.at, all, one.width, scratch.rows, scratch.bias);
-    if (p_.dropout_threshold) {
-      draw_kept(scene.draw(data_.seed), scratch.at->counters, one.width, scratch.at->keys, key_count, scratch.kept);
-    }
-    const Shares shares = shares_of(one.cursor.mask(), one.width, key_count);
-    for (int i = 0; i < shares.count; ++i) {
-      const Share& share = shares.each[i];
-      if (share.depth() <= 0) continue;
-      const Shape<T> shape{one.width, share, one.cursor.mask(), bias, static_cast<T>(p_.softcap * LOG2_E)};
-      grade_share<CAREFUL>(shape, region, one, keys, values, grad_keys, grad_values, scratch);
-      if (bias_for_ & region.wanted) add_bias_gradient(scene, one, block, share, scratch);
-    }
-  }
-
-  template <bool CAREFUL>
-  void grade_share(const Shape<T>& shape, const Region& region, Asked<T>& one, const Panel<T>& keys,
-                   const Panel<T>& values, const Sum& grad_keys, const Sum& grad_values, BackwardScratch<T>& scratch) {
-    const auto [lanes, seen] = shape.share;
-    const int64_t width = one.width, depth = shape.share.depth(), rows = least(lanes.stop, one.count) - lanes.first;
-    const int64_t wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim);
-    const int64_t corner = seen.first * width + lanes.first;
-    T *s = scratch.scores + corner, *ds = scratch.grads + corner;
-    const T *key = keys.data + seen.first * keys.stride, *value = values.data + seen.first * values.stride;
-    multiply<T, Order::rows>({Start::zero, nullptr, key, keys.stride, one.by_lane + lanes.first, width, s, width},
-                             depth, shape.share.width(), p_.head_dim);
-    T* slope = p_.softcap != 0 ? scratch.slope : nullptr;
-    shape_scores(shape, scratch.scores, slope, static_cast<T*>(nullptr));
-    if constexpr (CAREFUL) hide_carefully(shape, scratch.scores, scratch.seen);
-    multiply<T, Order::rows>(
-        {Start::zero, nullptr, value, values.stride, one.grad_by_lane + lanes.first, width, ds, width}, depth,
-        shape.share.width(), p_.value_dim);
-    const T* kept = p_.dropout_threshold ? scratch.kept : nullptr;
-    for (int64_t lane = lanes.first; lane < lanes.stop; lane += LANES<T>) {
-      grade_column<T, CAREFUL>(one, lane, seen, scratch.scores, scratch.grads, kept, scratch.seen);
-    }
-    const T* raw = ds;
-    if (slope) raw = through_softcap<CAREFUL>(shape, scratch) + corner;
-    const Visible visible{scratch.seen + seen.first, lanes.first};
-    if (grad_values.data) {
-      product<CAREFUL, Order::rows>({Start::keep, nullptr, s, width, one.grad_by_row + lanes.first * wide_v, wide_v,
-                                     grad_values.data + seen.first * grad_values.stride, grad_values.stride},
-                                    depth, wide_v, rows, visible);
-    }
-    if (grad_keys.data) {
-      product<CAREFUL, Order::rows>({Start::keep, nullptr, raw, width, one.by_row + lanes.first * wide_d, wide_d,
-                                     grad_keys.data + seen.first * grad_keys.stride, grad_keys.stride},
-                                    depth, wide_d, rows, visible);
-    }
-    if ((region.wanted & FOR_QUERIES) && data_.grad_query) {
-      product<CAREFUL, Order::columns>({Start::keep, nullptr, raw, width, key, keys.stride,
-                                        one.grad_query + lanes.first * wide_d, wide_d},
-                                       rows, wide_d, depth, visible);
-    }
-  }
-
-  struct Visible {
-    const uint64_t* seen;
-    int64_t first_lane;
-  };
-
-  template <bool CAREFUL, Order ORDER>
-  static void product(const Product<T>& p, int64_t rows, int64_t columns, int64_t depth, const Visible& visible) {
-    if constexpr (CAREFUL) {
-      multiply_seen<T, ORDER>(p, rows, columns, depth, visible.seen, visible.first_lane);
-    } else {
-      multiply<T, ORDER>(p, rows, columns, depth);
-    }
-  }
-
-  // Gradients before the softcap, in the place of its slopes.
-  template <bool CAREFUL>
-  static const T* through_softcap(const Shape<T>& shape, BackwardScratch<T>& scratch) {
-    const auto [lanes, keys] = shape.share;
-    for (int64_t k = keys.first; k < keys.stop; ++k) {
-      for (int64_t lane = lanes.first; lane < lanes.stop; lane += LANES<T>) {
-        const int64_t at = k * shape.width + lane;
-        F<T> grad = load(scratch.grads + at) * load(scratch.slope + at);
-        if constexpr (CAREFUL) grad = bits_of<T>(scratch.seen[k], lane) ? grad : F<T>{};
-        store(scratch.slope + at, grad);
-      }
-    }
-    return scratch.slope;
-  }
-
-  void add_bias_gradient(const Scene<T>& scene, const Asked<T>& one, int64_t block, const Share& share,
-                         BackwardScratch<T>& scratch) {
-    const Bias& bias = p_.bias;
-    T* sums = static_cast<T*>(shares_.data());
-    if (sums) sums += ((scene.b * p_.heads + scene.h) * chunks_ + one.tile / chunk_) * share_;
-    const TileGradient<T> grads{scratch.grads, one.width, least(share.lanes.stop, one.count), share};
-    if (bias.kind != BiasKind::tensor) {
-      add_rule_gradient(rule_of(scene, data_.bias), scene.natural(), *scratch.at, grads, scratch.strip, sums);
-      return;
-    }
-    const int64_t stride[4] = {0, 0, bias.size[2] > 1 ? bias.size[3] : 0, bias.size[3] > 1 ? 1 : 0};
-    const int64_t head = (bias.size[0] > 1 ? scene.b : 0) * bias.size[1] + (bias.size[1] > 1 ? scene.h : 0);
-    T* data = sums ? sums : static_cast<T*>(data_.grad_bias) + head * bias.size[2] * bias.size[3];
-    const Rows<T> rows = scene.query_rows(data, stride, one.tile), columns = scene.key_rows(data, stride, block);
-    if (stride[2] != 0 && stride[3] != 0 && scene.natural()) {
-      add_turned_gradient(rows, block * TILE, grads, scratch.rows);
-    } else {
-      add_tensor_gradient(rows, columns, grads);
-    }
-  }
-
-  void add_query_gradient(const Scene<T>& scene, BackwardScratch<T>& scratch, Asked<T>& one) {
-    const int64_t stride[4] = {0, 0, p_.head_dim, 1}, wide = padded<T>(p_.head_dim);
-    T* data = static_cast<T*>(data_.grad_query) + row_of(scene, 0) * p_.head_dim;
-    const Rows<T> rows = scene.query_rows(data, stride, one.tile);
-    if (parts_ > 1) {
-      load_rows<T>({data, p_.head_dim, 1, rows.slots, rows.first, rows.count}, p_.head_dim, scratch.ones, scratch.rows,
-                   wide);
-    }
-    for (int64_t i = 0; i < rows.count * wide; i += LANES<T>) {
-      const F<T> sum = load(one.grad_query + i) * static_cast<T>(p_.scale);
-      store(one.grad_query + i, parts_ > 1 ? load(scratch.rows + i) + sum : sum);
-    }
-    store_rows(one.grad_query, wide, p_.head_dim, scratch.ones, rows);
-  }
-
   // Gradients of keys and values of a key head by the first of its query heads, those of queries by each.
   void clear_unit(int64_t head, BackwardScratch<T>&, Worker&) {
     const int64_t b = head / p_.heads, h = head % p_.heads, size = p_.queries * p_.head_dim;
     if (data_.grad_query) clear<T>(data_.grad_query, head * size, size);
-    if (h % group_) return;
-    const int64_t g = b * p_.kv_heads + h / group_, keys = p_.keys * p_.head_dim, values = p_.keys * p_.value_dim;
+    if (h % group()) return;
+    const int64_t g = b * p_.kv_heads + h / group(), keys = p_.keys * p_.head_dim, values = p_.keys * p_.value_dim;
     if (data_.grad_key) clear<T>(data_.grad_key, g * keys, keys);
     if (data_.grad_value) clear<T>(data_.grad_value, g * values, values);
   }
@@ -531,13 +168,13 @@ class BackwardPass {
   void look_unit(int64_t head, BackwardScratch<T>&, Worker&) {
     const int64_t b = head / p_.heads, h = head % p_.heads, size = p_.queries * p_.head_dim;
     bool good = !data_.grad_query || all_finite(data_.grad_query, head * size, size);
-    if (h % group_ == 0) {
-      const int64_t g = b * p_.kv_heads + h / group_, keys = p_.keys * p_.head_dim, values = p_.keys * p_.value_dim;
+    if (h % group() == 0) {
+      const int64_t g = b * p_.kv_heads + h / group(), keys = p_.keys * p_.head_dim, values = p_.keys * p_.value_dim;
       good = good && (!data_.grad_key || all_finite(data_.grad_key, g * keys, keys));
       good = good && (!data_.grad_value || all_finite(data_.grad_value, g * values, values));
     }
     if (head == 0 && data_.grad_bias) {
-      good = good && (share_ ? all_finite(shares_.data(), 0, chunks_ * share_ * p_.batch * p_.heads)
+      good = good && (bias_.share ? all_finite(bias_.sums, 0, shares())
                              : all_finite(data_.grad_bias, 0, bias_size()));
     }
     if (!good) __atomic_store_n(&finite_, false, __ATOMIC_RELAXED);
@@ -545,18 +182,18 @@ class BackwardPass {
 
   // Batch rows, heads and chunks in this order.
   void reduce_shares() {
-    if (!share_) return;
+    if (!bias_.share) return;
     const Bias& bias = p_.bias;
     const bool rule = bias.kind != BiasKind::tensor;
     const int64_t size[2] = {rule ? 1 : bias.size[0], rule ? p_.heads : bias.size[1]};
     T* grad = static_cast<T*>(data_.grad_bias);
-    clear<T>(grad, 0, size[0] * size[1] * share_);
-    const T* from = static_cast<const T*>(shares_.data());
+    clear<T>(grad, 0, size[0] * size[1] * bias_.share);
+    const T* from = bias_.sums;
     for (int64_t b = 0; b < p_.batch; ++b) {
       for (int64_t h = 0; h < p_.heads; ++h) {
-        T* to = grad + ((size[0] > 1 ? b : 0) * size[1] + (size[1] > 1 ? h : 0)) * share_;
-        for (int64_t c = 0; c < chunks_; ++c, from += share_) {
-          for (int64_t i = 0; i < share_; ++i) to[i] += from[i];
+        T* to = grad + ((size[0] > 1 ? b : 0) * size[1] + (size[1] > 1 ? h : 0)) * bias_.share;
+        for (int64_t c = 0; c < bias_.chunks; ++c, from += bias_.share) {
+          for (int64_t i = 0; i < bias_.share; ++i) to[i] += from[i];
         }
       }
     }
@@ -577,15 +214,14 @@ class BackwardPass {
 
   const Problem& p_;
   const Backward& data_;
-  int64_t parts_ = 0, tiles_ = 0, blocks_ = 0, group_ = 1;
-  int bias_for_ = 0;  // which stage makes the bias gradient
-  bool all_batch_ = false, all_heads_ = false;
-  int64_t share_ = 0, chunk_ = qkv::BIAS_CHUNK, chunks_ = 0;
+  PlanSize size_;
+  BiasGradient<T> bias_;
   Buffer deltas_, shares_, sinks_;
-  size_t scratch_ = 0;
+  TileGradients<T> tiles_{p_, data_, bias_, size_.parts > 1};
+  bool finite_ = true;
+  // of the stage that runs: what it makes, into how many units each head is split (0: none), which head and part
   int wanted_ = 0;
   int64_t split_ = 0, head_ = 0, part_ = 0;
-  bool careful_ = false, finite_ = true;
 };
 
 inline Status run_backward(const Problem& problem, const Backward& data, const Run& run) {

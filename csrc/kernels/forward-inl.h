@@ -5,16 +5,13 @@
 // vector operations; the output stands by rows. Queries of GROUP tiles share each block of keys and values.
 #pragma once
 
-#include "../base/threads.h"
 #include "careful-inl.h"
+#include "pass-inl.h"
 #include "scores-inl.h"
 
 namespace {
 
 using qkv::Forward;
-using qkv::Run;
-using qkv::Status;
-using qkv::Worker;
 
 constexpr int64_t GROUP = 4;
 
@@ -57,6 +54,10 @@ struct ForwardScratch {
     seen = arena.take<uint64_t>(TILE);
     at = arena.take<Positions>(1);
   }
+
+  void prepare(const Problem& p) {
+    for (int64_t i = 0; i < TILE; ++i) ones[i] = 1, scales[i] = static_cast<T>(p.scale * LOG2_E);
+  }
 };
 
 // What one weight costs: exp2 of a column of scores, summed, thinned by dropout.
@@ -83,77 +84,40 @@ void weigh_column(const Online<T>& one, int64_t lane, Range keys, T* s, const T*
 template <class T>
 class ForwardPass {
  public:
-  ForwardPass(const Problem& problem, const Forward& data) : p_(problem), data_(data) {
-    for (int64_t m = 0; m < p_.plan.count; ++m) {
-      const qkv::Member& member = p_.plan.members[m];
-      parts_ = most(parts_, member.count);
-      merged_ = merged_ || member.count != 1 || member.parts[0].query_rows;
-      for (int64_t i = 0; i < member.count; ++i) tiles_ = most(tiles_, member.parts[i].schedule.rows);
-    }
-    Arena measure(nullptr);
-    ForwardScratch<T>(p_, measure);
-    scratch_ = measure.used();
-  }
+  ForwardPass(const Problem& problem, const Forward& data) : p_(problem), data_(data), size_(problem.plan) {}
 
   Status run(const Run& run) {
     const int64_t heads = p_.batch * p_.heads, rows = blocks_of(p_.queries, TILE);
-    if (merged_ && !data_.shift) {
+    if (size_.merged && !data_.shift) {
       if (!state_.reserve(2 * heads * p_.queries * sizeof(T))) return Status::out_of_memory;
       data_.shift = state_.data();
       data_.total = static_cast<T*>(state_.data()) + heads * p_.queries;
     }
     Status status = Status::ok;
-    if (merged_) status = each(run, heads * rows, &ForwardPass::begin_unit);
+    if (size_.merged) status = each(*this, p_, run, heads * rows, &ForwardPass::begin_unit);
     groups_ = groups_for(run.threads);
-    for (stage_ = 0; stage_ < parts_ && status == Status::ok; ++stage_) {
-      status = each(run, heads * blocks_of(tiles_, groups_), &ForwardPass::part_unit);
+    for (stage_ = 0; stage_ < size_.parts && status == Status::ok; ++stage_) {
+      status = each(*this, p_, run, heads * blocks_of(size_.tiles, groups_), &ForwardPass::part_unit);
     }
-    if (merged_ && status == Status::ok) status = each(run, heads * rows, &ForwardPass::finish_unit);
+    if (size_.merged && status == Status::ok) status = each(*this, p_, run, heads * rows, &ForwardPass::finish_unit);
     return status;
   }
 
  private:
-  using Method = void (ForwardPass::*)(int64_t, ForwardScratch<T>&, Worker&);
-  struct Job {
-    ForwardPass* pass;
-    Method method;
-  };
-
-  Status each(const Run& run, int64_t units, Method method) {
-    Job job{this, method};
-    return qkv::parallel(run, units, [](void* state, int64_t unit, Worker& worker) {
-      const Job& job = *static_cast<Job*>(state);
-      void* memory = worker.scratch(job.pass->scratch_);
-      if (!memory) return worker.fail(Status::out_of_memory);
-      Arena arena(memory);
-      ForwardScratch<T> scratch(job.pass->p_, arena);
-      for (int64_t i = 0; i < TILE; ++i) {
-        scratch.ones[i] = 1;
-        scratch.scales[i] = static_cast<T>(job.pass->p_.scale * LOG2_E);
-      }
-      (job.pass->*job.method)(unit, scratch, worker);
-    }, &job);
-  }
-
   // Tiles that walk together: fewer where threads would have nothing to do.
   int64_t groups_for(int64_t threads) const {
     int64_t groups = GROUP;
-    while (groups > 1 && p_.batch * p_.heads * blocks_of(tiles_, groups) < 4 * threads && threads > 1) groups /= 2;
+    while (groups > 1 && p_.batch * p_.heads * blocks_of(size_.tiles, groups) < 4 * threads && threads > 1) groups /= 2;
     return groups;
-  }
-
-  const qkv::Member& member(int64_t b, int64_t h) const {
-    const qkv::Plan& plan = p_.plan;
-    return plan.members[plan.index[b * plan.index_batch_stride + h * plan.index_head_stride]];
   }
 
   // The longest rows of a causal pattern come first, so that threads end together.
   void part_unit(int64_t unit, ForwardScratch<T>& scratch, Worker& worker) {
-    const int64_t per_head = blocks_of(tiles_, groups_);
+    const int64_t per_head = blocks_of(size_.tiles, groups_);
     const int64_t head = unit / per_head, first = (per_head - 1 - unit % per_head) * groups_;
     const int64_t b = head / p_.heads, h = head % p_.heads;
-    if (stage_ >= member(b, h).count) return;
-    const Scene<T> scene{p_, member(b, h).parts[stage_], b, h};
+    if (stage_ >= member_of(p_, b, h).count) return;
+    const Scene<T> scene{p_, member_of(p_, b, h).parts[stage_], b, h};
     const int64_t count = least(groups_, scene.part.schedule.rows - first);
     if (count <= 0) return;
     for (int64_t i = 0; i < count; ++i) start(scene, first + i, scratch, scratch.tiles[i]);
@@ -165,7 +129,7 @@ class ForwardPass {
         start(scene, one.tile, scratch, one);
         walk<true>(scene, &one, 1, scratch, worker);
       }
-      if (merged_) {
+      if (size_.merged) {
         keep(scene, one, scratch);
       } else {
         finish(scene.query_rows(output_of(scene), output_stride(), one.tile), state_row(scene), scene.h, one, scratch);
@@ -185,7 +149,7 @@ class ForwardPass {
       for (int64_t d = 0; d < wide; d += LANES<T>) store(scratch.rows + i * wide + d, F<T>{});
     }
     transpose(scratch.rows, wide, one.width, wide, one.query, one.width);
-    if (merged_) {
+    if (size_.merged) {
       resume(scene, one, scratch);
     } else {
       reset(one);
@@ -374,10 +338,9 @@ class ForwardPass {
   const Problem& p_;
   Forward data_;
   const int64_t output_stride_[4] = {0, 0, p_.value_dim, 1};
-  bool merged_ = false;
-  int64_t parts_ = 0, tiles_ = 0, stage_ = 0, groups_ = GROUP;
-  size_t scratch_ = 0;
+  PlanSize size_;
   Buffer state_;
+  int64_t stage_ = 0, groups_ = GROUP;
 };
 
 inline Status run_forward(const Problem& problem, const Forward& data, const Run& run) {
