@@ -158,9 +158,9 @@ class Call {
     run(threads, [&](const Run& how) { return qkv::forward(problem_, tensors, how); });
   }
 
-  void backward(int32_t threads, uint64_t seed, Address query, Address key, Address value, Address bias, Address sinks,
-                Address output, Address shift, Address total, Address grad_output, const Four& grad_output_stride,
-                Address grad_lse, Address grad_query, Address grad_key, Address grad_value, Address grad_bias,
+  void backward(int32_t threads, uint64_t seed, const Four& grad_output_stride, Address query, Address key,
+                Address value, Address bias, Address sinks, Address output, Address shift, Address total,
+                Address grad_output, Address grad_lse, Address grad_query, Address grad_key, Address grad_value, Address grad_bias,
                 Address grad_sinks) const {
     Backward tensors{at(query), at(key),   at(value), at(bias),        at(sinks), seed,
                      at(output), at(shift), at(total), at(grad_output), {},        at(grad_lse),
@@ -208,7 +208,7 @@ NB_MODULE(_native, module) {
            "batch_origin"_a, "head_origin"_a)
       .def("forward", &Call::forward, "threads"_a, "seed"_a, "query"_a, "key"_a, "value"_a, "bias"_a, "sinks"_a,
            "output"_a, "lse"_a, "max_scores"_a, "shift"_a, "total"_a, "entropy"_a)
-      .def("backward", &Call::backward, "threads"_a, "seed"_a, "query"_a, "key"_a, "value"_a, "bias"_a, "sinks"_a,
-           "output"_a, "shift"_a, "total"_a, "grad_output"_a, "grad_output_stride"_a, "grad_lse"_a, "grad_query"_a,
+      .def("backward", &Call::backward, "threads"_a, "seed"_a, "grad_output_stride"_a, "query"_a, "key"_a, "value"_a,
+           "bias"_a, "sinks"_a, "output"_a, "shift"_a, "total"_a, "grad_output"_a, "grad_lse"_a, "grad_query"_a,
            "grad_key"_a, "grad_value"_a, "grad_bias"_a, "grad_sinks"_a);
 }

@@ -5,10 +5,10 @@ from typing import TypeAlias
 
 ABI: int
 
-_Four: TypeAlias = tuple[int, int, int, int]
+_Four: TypeAlias = tuple[int, ...]
 _Sizes: TypeAlias = tuple[int, int, int, int, int, int, int]  # B, H, G, L, S, D, V
 # query_rows, query_count, key_rows, key_count, rows, cols, row_ptr, runs, partial_ptr, partial, masks
-_Part: TypeAlias = tuple[int, int, int, int, int, int, int, int, int, int, int]
+_Part: TypeAlias = tuple[int, ...]
 _Bias: TypeAlias = tuple[int, int, _Four, _Four]  # kind, type, sizes, strides
 
 def isa() -> str: ...
@@ -58,6 +58,7 @@ class Call:
         self,
         threads: int,
         seed: int,
+        grad_output_stride: _Four,
         query: int,
         key: int,
         value: int,
@@ -67,7 +68,6 @@ class Call:
         shift: int,
         total: int,
         grad_output: int,
-        grad_output_stride: _Four,
         grad_lse: int,
         grad_query: int,
         grad_key: int,

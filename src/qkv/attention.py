@@ -135,7 +135,7 @@ def attention(
         )
         choice = None if captured(question, generator) else choose(question.problem, backend)
     if choice is None:
-        output, aux = answer_in_graph(question, backend, generator)
+        output, aux = answer_in_graph(question, scale, backend, generator)
     else:
         output, aux = _answer(question, choice, generator)
         remember(call, question, choice, pattern)
@@ -184,7 +184,7 @@ def scaled_dot_product_attention(
             broadcast=True,
         )
         choice = None if captured(question, None) else choose(question.problem, "auto")
-    output, _ = answer_in_graph(question, "auto", None) if choice is None else _answer(question, choice, None)
+    output, _ = answer_in_graph(question, scale, "auto", None) if choice is None else _answer(question, choice, None)
     return question.restore(output)
 
 

@@ -28,8 +28,13 @@ def captured(question: Question, generator: torch.Generator | None) -> bool:
     return fake and not _is_real(question.problem.pattern)
 
 
-def answer_in_graph(question: Question, backend: str, generator: torch.Generator | None) -> tuple[Tensor, AuxOutput]:
-    """Output (B, H, L, V) and what else was asked for, by the operator."""
+def answer_in_graph(
+    question: Question, scale: float | None, backend: str, generator: torch.Generator | None
+) -> tuple[Tensor, AuxOutput]:
+    """Output (B, H, L, V) and what else was asked for, by the operator.
+
+    `scale` as the caller gave it: a factor worked out of D here would bind the graph to this D.
+    """
     problem = question.problem
     _check(problem, generator)
     aux, pattern = problem.aux, problem.pattern
@@ -40,7 +45,7 @@ def answer_in_graph(question: Question, backend: str, generator: torch.Generator
         pattern.tensors,
         pattern.form,
         problem.bias or "",
-        problem.scale,
+        None if scale is None else problem.scale,
         problem.softcap,
         problem.dropout_p,
         problem.origin.query,

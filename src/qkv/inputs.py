@@ -167,7 +167,7 @@ def _read_given_offsets(query_offset: object, batch: int) -> tuple[int, ...]:
         if abs(offset) > POSITION_LIMIT:
             seen = f"got {offset}"
             raise ValueOutOfRange(message("`query_offset` must lie within ±2^38", seen, "count from nearer by"))
-    return tuple(found) if len(set(found)) > 1 else tuple(found[:1]) or (0,)
+    return tuple(found) if any(offset != found[0] for offset in found) else tuple(found[:1]) or (0,)
 
 
 def _read_offset_sequence(query_offset: object, batch: int) -> list[int]:

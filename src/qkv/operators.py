@@ -20,6 +20,7 @@ from qkv.backends.online import forward
 from qkv.dispatch import choose
 from qkv.dropout import draw_seed
 from qkv.errors import UnsupportedError, message
+from qkv.inputs import read_scale
 from qkv.patterns.pattern import Pattern
 from qkv.patterns.recall import recall
 from qkv.patterns.schedule import PatternPlan
@@ -36,7 +37,7 @@ BELOW = torch._C._after_autograd_keyset  # noqa: SLF001 - as torch.library itsel
 
 _ASKED = (
     "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor? seed, Tensor[] pattern_tensors,"
-    " str pattern, str rule, float scale, float? softcap, float dropout_p, SymInt[] query_offset, str backend,"
+    " str pattern, str rule, float? scale, float? softcap, float dropout_p, SymInt[] query_offset, str backend,"
     " bool want_lse, bool want_max_scores, bool want_entropy"
 )
 _OUTCOME = "Tensor output, Tensor lse, Tensor shift, Tensor total"
@@ -58,7 +59,7 @@ class Options(NamedTuple):
 
     pattern: str  # a form
     rule: str  # which kind of bias, "" for none
-    scale: float
+    scale: float | None  # None: 1/sqrt(D), whatever D is
     softcap: float | None
     dropout_p: float
     query_offset: tuple[int, ...]
@@ -127,7 +128,7 @@ def _work_out(tensors: Tensors, pattern: Pattern, options: Options) -> Understoo
         dtype=query.dtype,
         device=query.device,
         pattern=pattern,
-        scale=options.scale,
+        scale=read_scale(options.scale, query.shape[3]),
         softcap=options.softcap,
         bias=kinds[options.rule],
         bias_shape=None if bias is None else tuple(bias.shape),
@@ -163,7 +164,8 @@ def _answered(asked: Asked) -> tuple[Tensor, ...]:
             outcome, careful = engine.answer(problem, tensors, plan, seed)
             return _fields(problem, outcome, CAREFUL if careful else PLAIN)
         output, lse, top, entropy = backend.run(problem, tensors, seed)
-        lse = lse if problem.aux.lse else torch.zeros_like(output[..., 0], dtype=problem.compute_dtype)
+        if lse.ndim != 3:  # it makes none
+            lse = torch.zeros_like(output[..., 0], dtype=problem.compute_dtype)
         return _fields(problem, Outcome(output, lse, lse, lse, top, entropy), ALONE)
 
 
@@ -212,9 +214,10 @@ def _recomputed(
 
 def _with_autograd() -> Any:
     """A block in which graphs are built, even where torch runs a graph of its own below autograd."""
-    core = torch._C  # noqa: SLF001 - torch has no public way
-    excluded = core._dispatch_tls_local_exclude_set() & BELOW  # noqa: SLF001
-    excluded = excluded.remove(core.DispatchKey.ADInplaceOrView)
+    core, key = torch._C, torch._C.DispatchKey  # noqa: SLF001 - torch has no public way
+    excluded = core._dispatch_tls_local_exclude_set()  # noqa: SLF001
+    for each in (key.AutogradFunctionality, key.AutogradOther, key.AutogradNestedTensor, key.ADInplaceOrView):
+        excluded = excluded.remove(each)
     return core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded)  # noqa: SLF001
 
 

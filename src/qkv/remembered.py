@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from qkv.backends.autograd import differentiable_gradients
-from qkv.backends.base import Outcome, pattern_plan, without_autocast
+from qkv.backends.base import pattern_plan, without_autocast
 from qkv.backends.cpu import Cpu, Prepared
 from qkv.dispatch import Choice
 from qkv.dropout import draw_seed
@@ -50,7 +50,7 @@ class Known:
         if self.problem.needs_grad:
             output: Tensor = _Known.apply(self, seed, query, key, value)  # type: ignore[no-untyped-call]
         else:
-            output = self.prepared.output(query, key, value, self.shape, seed)
+            output = self.prepared.output(Tensors(query, key, value), self.shape, seed)
         return output.transpose(1, 2) if self.swapped else output
 
 
@@ -60,7 +60,7 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, known: Known, seed: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         state = query.new_empty((2, *known.shape[:3]))
-        output = known.prepared.output(query, key, value, known.shape, seed, state)
+        output = known.prepared.output(Tensors(query, key, value), known.shape, seed, state)
         ctx.save_for_backward(query, key, value, output, state)
         ctx.question = known, seed
         return output
@@ -76,10 +76,8 @@ class _Known(torch.autograd.Function):
                 grads = grad_output, None
                 gradients = differentiable_gradients(problem, tensors, known.plan, seed, wanted, grads)
             else:
-                outcome = Outcome(output, output, *state.unbind(0), None, None)
-                gradients = known.prepared.gradients(
-                    problem, tensors, known.plan, seed, outcome, grad_output, None, wanted, careful=False
-                )
+                saved = output, state[0], state[1]
+                gradients = known.prepared.backward(problem, tensors, seed, saved, grad_output, None, wanted)
         return None, None, *gradients[:3]
 
 

@@ -74,9 +74,7 @@ class Cpu:
         careful: bool,
     ) -> Gradients:
         prepared = Prepared.of(problem, tensors, plan)
-        return prepared.gradients(
-            problem, tensors, plan, seed, outcome, grad_output, grad_lse, wanted, careful=careful
-        )
+        return prepared.gradients(problem, tensors, plan, seed, outcome, grad_output, grad_lse, wanted, careful=careful)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,16 +87,9 @@ class Prepared:
     def of(cls, problem: Problem, tensors: Tensors, plan: PatternPlan) -> Prepared:
         return cls(native_call(problem, as_the_core_reads(problem, tensors), plan))
 
-    def output(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        shape: tuple[int, ...],
-        seed: int,
-        state: Tensor | None = None,
-    ) -> Tensor:
-        """The output alone, of q, k and v alone; `state` (2, B, H, L) takes shift and total."""
+    def output(self, tensors: Tensors, shape: tuple[int, ...], seed: int, state: Tensor | None = None) -> Tensor:
+        """The output alone, (B, H, L, V), of q, k and v alone; `state` (2, B, H, L) takes shift and total."""
+        query, key, value = tensors[:3]
         output, shift, total = query.new_empty(shape), 0, 0
         if state is not None:
             shift = state.data_ptr()
@@ -136,25 +127,32 @@ class Prepared:
         *,
         careful: bool,
     ) -> Gradients:
-        """The core looks at the gradients when they are whole, and makes them again with care where not finite."""
+        saved = outcome.output, outcome.shift, outcome.total
+        return self.backward(problem, tensors, seed, saved, grad_output, grad_lse, wanted)
+
+    def backward(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        seed: int,
+        saved: tuple[Tensor, Tensor, Tensor],
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Gradients from output, shift and total: the core looks at them when they are whole, and makes them again
+        with care where they are not finite.
+        """
         made = [
             tensor.new_empty(tensor.shape, dtype=problem.dtype) if tensor is not None and want else None
             for tensor, want in zip(tensors, wanted, strict=True)
         ]
-        if made[3] is not None:
-            made[3] = torch.zeros(made[3].shape, dtype=problem.dtype)  # large, and zero pages come for nothing
+        if tensors.bias is not None and made[3] is not None:  # can be large, and fresh pages come filled with zeros
+            made[3] = torch.zeros(tensors.bias.shape, dtype=problem.dtype)
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        self.call.backward(
-            torch.get_num_threads(),
-            seed,
-            *map(address, as_the_core_reads(problem, tensors)),
-            *map(address, (outcome.output, outcome.shift, outcome.total, grad_output)),
-            grad_output.stride(),
-            *map(address, (grad_lse, *made)),
-        )
-        return Gradients(
-            *(g if g is None or t is None else g.to(t.dtype) for g, t in zip(made, tensors, strict=True))
-        )
+        every = (*as_the_core_reads(problem, tensors), *saved, grad_output, grad_lse, *made)
+        self.call.backward(torch.get_num_threads(), seed, grad_output.stride(), *map(address, every))
+        return Gradients(*(g if g is None or t is None else g.to(t.dtype) for g, t in zip(made, tensors, strict=True)))
 
 
 def address(tensor: Tensor | None) -> int:
@@ -237,5 +235,6 @@ def _slots(axis: Axis) -> tuple[int, int]:
     """The row of each slot as an array's address, 0 in natural order, and how many there are."""
     if not isinstance(axis, Ordered):
         return 0, axis.count
-    assert axis.index.dtype == np.int32 and axis.index.flags.c_contiguous
+    assert axis.index.dtype == np.int32
+    assert axis.index.flags.c_contiguous
     return axis.index.ctypes.data, axis.count
