@@ -6,10 +6,11 @@ was warm and the inputs, and the dense mask of a contender that needs one, were 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
-from registry import BY_NAME, CONTENDERS, Direction, make_data
+from peers import CONTENDERS
+from registry import BY_NAME, Contender, Direction, make_data, recording
 
 from qkv.demo import memory
 
@@ -25,6 +26,9 @@ class Question(NamedTuple):
     direction: Direction
 
 
+Ask: TypeAlias = Callable[[Question], int | None]  # None where it cannot be measured
+
+
 class MemoryProbe(memory.MemoryProbe):
     """The helper process that measures the registry's calls."""
 
@@ -35,12 +39,21 @@ class MemoryProbe(memory.MemoryProbe):
 def measure(asked: Sequence[object]) -> int:
     """Bytes that the call adds at its peak, its results included, in this process."""
     question = Question(*asked)
-    case, contender = BY_NAME[question.case], CONTENDERS[question.contender]
-    contender(case, make_data(TINY)).run(question.direction)
-    call = contender(case, make_data(question.tokens))
-    extra, result = memory.added_peak(lambda: call.run(question.direction))
-    assert result["output"].shape[2] == question.tokens
-    return extra + call.mask_bytes
+    direction = question.direction
+    _contender(question, TINY).run(direction)
+    contender = _contender(question, question.tokens)
+    with recording(direction):
+        call = contender.prepare(direction)
+        extra, found = memory.added_peak(call.run)
+    assert call.read(found)["output"].shape[2] == question.tokens
+    return extra + contender.mask_bytes
+
+
+def _contender(question: Question, tokens: int) -> Contender:
+    case = BY_NAME[question.case]
+    contender = CONTENDERS[question.contender](case, make_data(tokens, case))
+    assert isinstance(contender, Contender)
+    return contender
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Times and what is made of them: process CPU time, interleaved pairs, the median of pair ratios, the exponent in L."""
+"""Times and what is made of them: thread CPU time, interleaved pairs, the median of pair ratios, the exponent in L."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 T = TypeVar("T")
+Clock: TypeAlias = Literal["cpu", "wall"]
 
 
 class Sample(NamedTuple):
-    """Seconds of one run: of this process on its core, and on the clock on the wall."""
+    """Seconds of one run: of this thread on its core, and on the clock on the wall."""
 
     cpu: float
     wall: float
@@ -26,11 +27,13 @@ class Pair(NamedTuple):
     theirs: Sample
 
 
-def timed(call: Callable[[], T]) -> tuple[Sample, T]:
-    """One run and its result."""
-    wall, cpu = time.perf_counter(), time.process_time()
+def timed(call: Callable[[], T], calls: int = 1) -> tuple[Sample, T]:
+    """Seconds a run, the mean of so many in a row, and the last result."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    for _ in range(calls - 1):
+        call()
     result = call()
-    return Sample(time.process_time() - cpu, time.perf_counter() - wall), result
+    return Sample((time.thread_time() - cpu) / calls, (time.perf_counter() - wall) / calls), result
 
 
 def repeat(call: Callable[[], object], first: Sample, *, budget: float, least: int = 1, most: int = 7) -> list[Sample]:
@@ -48,11 +51,12 @@ def interleave(
     budget: float,
     least: int = 1,
     most: int = 7,
+    calls: int = 1,
 ) -> list[Pair]:
-    """A B A B ...: what disturbs the machine disturbs both sides of a pair."""
-    pairs = count(first.mine.cpu + first.theirs.cpu, budget=budget, least=least, most=most)
+    """A B A B ...: what disturbs the machine disturbs both sides of a pair. A sample may be of many calls."""
+    pairs = count(calls * (first.mine.cpu + first.theirs.cpu), budget=budget, least=least, most=most)
     gc.collect()
-    return [Pair(timed(mine)[0], timed(theirs)[0]) for _ in range(pairs)] or [first]
+    return [Pair(timed(mine, calls)[0], timed(theirs, calls)[0]) for _ in range(pairs)] or [first]
 
 
 def count(seconds: float, *, budget: float, least: int, most: int) -> int:
@@ -66,15 +70,19 @@ def median(samples: Sequence[Sample]) -> Sample:
     return Sample(*(statistics.median(side) for side in zip(*samples, strict=True)))
 
 
-def ratio(pairs: Sequence[Pair]) -> float:
-    """How many times as long theirs takes: the median of the pairs' own ratios of CPU time."""
-    return statistics.median(pair.theirs.cpu / pair.mine.cpu for pair in pairs)
+def ratios(pairs: Sequence[Pair], clock: Clock = "cpu") -> list[float]:
+    """How many times as long theirs takes, pair by pair."""
+    return [getattr(pair.theirs, clock) / getattr(pair.mine, clock) for pair in pairs]
 
 
-def spread(pairs: Sequence[Pair]) -> tuple[float, float]:
+def ratio(pairs: Sequence[Pair], clock: Clock = "cpu") -> float:
+    """The median of the pairs' own ratios."""
+    return statistics.median(ratios(pairs, clock))
+
+
+def spread(pairs: Sequence[Pair], clock: Clock = "cpu") -> tuple[float, float]:
     """The least and the greatest ratio of a pair."""
-    ratios = [pair.theirs.cpu / pair.mine.cpu for pair in pairs]
-    return min(ratios), max(ratios)
+    return min(ratios(pairs, clock)), max(ratios(pairs, clock))
 
 
 def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:

@@ -17,36 +17,51 @@ import oracles
 from qkv import causal, prefix, window
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-build, gate, memory = map(import_module, ("build", "gate", "memory"))
-registry, report, run, timing = map(import_module, ("registry", "report", "run", "timing"))
+build, families, gate, memory = map(import_module, ("build", "families", "gate", "memory"))
+registry, report, run, timing = map(import_module, ("registry", "families_report", "run", "timing"))
 
 right = registry.attention
 
 
-def scale_off_by_one_percent(query, key, value, *, pattern, backend):
-    return right(query, key, value, pattern=pattern, backend=backend, scale=1.01 * query.shape[-1] ** -0.5)
+def scale_off_by_one_percent(query, key, value, **given):
+    return right(query, key, value, scale=1.01 * query.shape[-1] ** -0.5, **given)
 
 
-def last_key_dropped(query, key, value, *, pattern, backend):
+def last_key_dropped(query, key, value, *, pattern, **given):
     keys = key.shape[2]
-    return right(query, key, value, pattern=pattern - (prefix(keys) - prefix(keys - 1)), backend=backend)
+    return right(query, key, value, pattern=pattern - (prefix(keys) - prefix(keys - 1)), **given)
 
 
-def off_by_one(query, key, value, *, pattern, backend):
-    return right(query, key, value, pattern=pattern, backend=backend, query_offset=1)
+def off_by_one(query, key, value, **given):
+    return right(query, key, value, query_offset=1, **given)
 
 
-def key_gradient_off_by_one_percent(query, key, value, *, pattern, backend):
-    return right(query, key + 0.01 * (key - key.detach()), value, pattern=pattern, backend=backend)
+def key_gradient_off_by_one_percent(query, key, value, **given):
+    return right(query, key + 0.01 * (key - key.detach()), value, **given)
 
 
-def value_gradient_lost_by_one_head(query, key, value, *, pattern, backend):
+def value_gradient_lost_by_one_head(query, key, value, **given):
     value = torch.cat([value[:, :5], value[:, 5:6].detach(), value[:, 6:]], 1)
-    return right(query, key, value, pattern=pattern, backend=backend)
+    return right(query, key, value, **given)
 
 
-def gives_nan(query, key, value, *, pattern, backend):
-    return right(query, key, value, pattern=pattern, backend=backend) * torch.nan
+def bias_gradient_off_by_one_percent(query, key, value, *, bias, **given):
+    return right(query, key, value, bias=bias + 0.01 * (bias - bias.detach()), **given)
+
+
+def without(name):
+    def defect(query, key, value, **given):
+        return right(query, key, value, **{one: given[one] for one in given if one != name})
+
+    return defect
+
+
+def other_numbers(query, key, value, *, generator, **given):
+    return right(query, key, value, generator=generator.manual_seed(8), **given)
+
+
+def gives_nan(query, key, value, **given):
+    return right(query, key, value, **given) * torch.nan
 
 
 @pytest.fixture(params=["whole", "sampled"])
@@ -58,8 +73,9 @@ def tokens(request, monkeypatch) -> int:
 
 
 def share(case, tokens, direction="forward+backward") -> float:
-    data = registry.make_data(tokens)
-    return gate.check(registry.ours(case, data).run(direction), gate.claims(case, data))
+    data = registry.make_data(tokens, case)
+    expected = gate.claims(case, data, gradients="backward" in direction)
+    return gate.check(registry.ours(case, data, "blockwise").run(direction), expected)
 
 
 @pytest.mark.parametrize("case", registry.CASES, ids=lambda case: case.name)
@@ -70,7 +86,45 @@ def test_case_means_the_same_as_a_pattern_and_as_a_rule(case):
 
 @pytest.mark.parametrize("case", registry.CASES, ids=lambda case: case.name)
 def test_gate_passes_the_right_result(case, tokens):
-    assert 0 < share(case, tokens) < 0.2
+    has_no_formula = case.extras.softcap is not None and tokens > gate.WHOLE
+    assert 0 < share(case, tokens, "forward" if has_no_formula else "forward+backward") < 0.2
+
+
+@pytest.mark.parametrize("direction", ["recorded", "backward"])
+def test_gate_sees_every_direction(direction, tokens, monkeypatch):
+    assert 0 < share(registry.BY_NAME["causal"], tokens, direction) < 0.2
+    monkeypatch.setattr(registry, "attention", scale_off_by_one_percent)
+    with pytest.raises(gate.Refused, match="the output is"):
+        share(registry.BY_NAME["causal"], tokens, direction)
+
+
+@pytest.mark.parametrize(
+    "direction, before, during, results",
+    [("forward", 0, 1, 1), ("recorded", 0, 1, 1), ("backward", 1, 0, 4), ("forward+backward", 0, 1, 4)],
+)
+def test_clock_sees_what_the_direction_says(direction, before, during, results, monkeypatch):
+    recorded = []
+
+    def counted(query, key, value, **given):
+        output = right(query, key, value, **given)
+        recorded.append((torch.is_grad_enabled(), output.requires_grad))
+        return output
+
+    monkeypatch.setattr(registry, "attention", counted)
+    contender = registry.ours(registry.BY_NAME["causal"], registry.make_data(16), "blockwise")
+    with registry.recording(direction):
+        call = contender.prepare(direction)
+        assert len(recorded) == before
+        call.run()
+        assert len(call.read(call.run())) == results
+    assert len(recorded) == before + 2 * during
+    assert set(recorded) == {(direction != "forward",) * 2}
+
+
+def test_gradients_under_a_softcap_are_not_passed_unseen(monkeypatch):
+    monkeypatch.setattr(gate, "WHOLE", 64)
+    with pytest.raises(AssertionError, match="no formula"):
+        share(registry.BY_NAME["dense-softcap"], 197)
 
 
 @pytest.mark.parametrize("name", ["dense", "window", "strided"])
@@ -90,6 +144,29 @@ def test_gate_refuses_a_diagonal_off_by_one(name, tokens, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "name, defect",
+    [
+        ("dense-softcap", without("softcap")),
+        ("causal-sinks", without("sinks")),
+        ("causal-alibi", without("bias")),
+        ("dense-bias", without("bias")),
+        ("causal-dropout", without("dropout_p")),
+        ("causal-dropout", other_numbers),
+    ],
+)
+def test_gate_refuses_what_lacks_an_extra(name, defect, tokens, monkeypatch):
+    monkeypatch.setattr(registry, "attention", defect)
+    with pytest.raises(gate.Refused, match="the output is"):
+        share(registry.BY_NAME[name], tokens, "forward")
+
+
+def test_gate_refuses_a_wrong_gradient_of_the_bias(tokens, monkeypatch):
+    monkeypatch.setattr(registry, "attention", bias_gradient_off_by_one_percent)
+    with pytest.raises(gate.Refused, match="gradient of bias"):
+        share(registry.BY_NAME["dense-bias"], tokens)
+
+
+@pytest.mark.parametrize(
     "defect, what",
     [(key_gradient_off_by_one_percent, "gradient of key"), (value_gradient_lost_by_one_head, "gradient of value")],
 )
@@ -103,11 +180,16 @@ def test_gate_refuses_a_wrong_gradient(defect, what, tokens, monkeypatch):
         share(registry.BY_NAME["window"], tokens)
 
 
-@pytest.mark.parametrize("name", ["dense", "window", "random-blocks"])
+@pytest.mark.parametrize("name", ["dense", "window", "random-blocks", "dense-bias", "causal-dropout", "causal-sinks"])
 def test_sampled_columns_are_the_oracle_s_and_their_bounds_no_looser(name):
-    case, data = registry.BY_NAME[name], registry.make_data(300)
+    case, sizes = registry.BY_NAME[name], (1, 8, 300, 300)
+    data = registry.make_data(300, case)
     q, k, v = (tensor.double().requires_grad_() for tensor in data[:3])
-    call = budgets.Call(q, k, v, oracles.dense(case.rule(300), (1, 8, 300, 300)), 0.125)
+    extras = {"bias": data.bias, "sinks": data.sinks}
+    if case.extras.dropout_p:
+        seed = oracles.drawn_seed(registry.DROPOUT_STATE)
+        extras |= {"keep": oracles.dropout_keep(seed, 0.1, sizes), "drop_scale": 65536 / (65536 - 6554)}
+    call = budgets.Call(q, k, v, oracles.dense(case.rule(300), sizes), 0.125, **extras)
     truth = call.truth()
     found = dict(zip(("key", "value"), torch.autograd.grad(truth.out, (k, v), data.grad_output.double()), strict=True))
     bounds, _ = budgets.backward(call, truth, torch.float32, data.grad_output)
@@ -117,7 +199,7 @@ def test_sampled_columns_are_the_oracle_s_and_their_bounds_no_looser(name):
         assert (claim.bound > 0).all()
 
 
-@pytest.mark.parametrize("case", registry.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", registry.FAMILIES, ids=lambda case: case.name)
 def test_gate_passes_torch(case):
     data = registry.make_data(197)
     assert 0 < gate.check(registry.sdpa(case, data).run("forward+backward"), gate.claims(case, data)) < 0.2
@@ -132,7 +214,7 @@ class NoProbe:
 
 
 def arguments(out, *more):
-    return ["--cases", "window", "strided", "--lengths", "128", "--out", str(out), *more]
+    return ["--only", "window,strided", "--lengths", "128", "--out", str(out), *more]
 
 
 def test_refusal_prints_no_number_and_writes_nothing(monkeypatch, capsys, tmp_path):
@@ -158,7 +240,7 @@ def test_peer_that_is_wrong_is_refused_too(monkeypatch, capsys, tmp_path):
 
 def test_run_prints_and_writes_each_case(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(run, "MemoryProbe", NoProbe)
-    monkeypatch.setattr(report, "plot", lambda rows, path: False)
+    monkeypatch.setattr(report, "plot", lambda rows, path, backend: False)
     assert run.main(arguments(tmp_path, "--name", "small", "--quick")) == 0
     printed = capsys.readouterr().out
     record = json.loads((tmp_path / "small.json").read_text(encoding="utf-8"))
@@ -174,7 +256,7 @@ def test_run_prints_and_writes_each_case(monkeypatch, capsys, tmp_path):
 def test_plot_is_drawn_or_left_out(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [row(tokens, direction, cpu=tokens * 1e-6) for tokens in (128, 256) for direction in registry.DIRECTIONS]
-    assert report.plot(rows, tmp_path / "plot.png")
+    assert report.plot(rows, tmp_path / "plot.png", "blockwise")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -195,13 +277,17 @@ def row(tokens, direction, *, cpu, memory=1000, peers=None):
     )
 
 
+def suite(**given):
+    return families.Families(backend="blockwise", cap=3.0, flex=None, sdpa=True, quick=False, **given)
+
+
 def test_peer_beyond_the_cap_is_not_run_but_the_headline_is(monkeypatch):
-    monkeypatch.setattr(run, "sdpa_seconds", lambda form, direction: 0.1)
-    options = run.Options(cases=registry.CASES, lengths=(1024,), budget=0.1, cap=3.0, flex=None, sdpa=True, quick=False)
+    monkeypatch.setattr(families, "sdpa_seconds", lambda form, direction: 0.1)
+    options = suite(cases=registry.FAMILIES, lengths=(1024,), budget=0.1)
 
     def note(name, tokens):
         data = registry.Data(*torch.empty(4, 1, 1, tokens, 1).unbind(0))
-        [(_, peer)] = run.contenders(run.Task(registry.BY_NAME[name], data, "forward", []), options)
+        [(_, peer)] = families.contenders(families.Task(registry.BY_NAME[name], data, "forward", []), options)
         return peer
 
     assert isinstance(note("strided", 4096), registry.Contender)  # 0.1 s · 4²
@@ -236,6 +322,7 @@ def test_ratio_is_the_median_of_the_pairs_own_ratios():
     ]
     assert timing.ratio(pairs) == 3.0  # the ratio of the medians would be 10
     assert timing.spread(pairs) == (2.0, 10.0)
+    assert timing.ratio(pairs, "wall") == 1.0 / 9.0
 
 
 def test_pairs_alternate_and_fill_the_budget():
@@ -245,6 +332,16 @@ def test_pairs_alternate_and_fill_the_budget():
     assert order == ["a", "b"] * 3
     assert len(pairs) == 3
     assert first not in pairs
+
+
+def test_sample_of_many_calls_is_their_mean(monkeypatch):
+    order, seconds = [], iter(range(100))
+    monkeypatch.setattr(timing.time, "thread_time", lambda: float(next(seconds)))
+    first = timing.Pair(timing.Sample(0.01, 0.01), timing.Sample(0.01, 0.01))
+    calls = (lambda: order.append("a")), (lambda: order.append("b"))
+    pairs = timing.interleave(*calls, first, budget=0.2, calls=5)
+    assert order == (["a"] * 5 + ["b"] * 5) * 2
+    assert pairs[0].mine.cpu == 1 / 5
 
 
 def test_slow_first_run_is_the_only_one_unless_more_are_asked_for():
@@ -258,13 +355,13 @@ def test_slow_first_run_is_the_only_one_unless_more_are_asked_for():
 
 def test_ours_runs_three_times_where_the_exponent_is_fitted(monkeypatch):
     monkeypatch.setattr(registry, "HEADS", 1)
-    options = run.Options(cases=(), lengths=(), budget=0.0, cap=0.0, flex=None, sdpa=True, quick=True)
+    options = suite(cases=(), lengths=(), budget=0.0)
 
     def runs(tokens, samples, seconds=0.1):
         data = registry.make_data(tokens)
-        mine = registry.Contender(lambda direction: {})
-        task = run.Task(registry.BY_NAME["window"], data, "forward", [])
-        return len(run._enough(samples, mine, timing.Sample(seconds, seconds), task, options))
+        mine = gate.Ready(lambda: None, timing.Sample(seconds, seconds), 0.0)
+        task = families.Task(registry.BY_NAME["window"], data, "forward", [])
+        return len(families._enough(samples, mine, task, options))
 
     two = [timing.Sample(1.0, 1.0)] * 2
     assert (runs(4096, two), runs(4096, []), runs(4096, [], seconds=60.0)) == (3, 3, 1)

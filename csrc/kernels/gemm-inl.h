@@ -42,6 +42,13 @@ inline void strip(const Product<T>& p, int64_t row, int64_t column, int64_t dept
       sum[r][v] = p.start == Start::decay ? before * p.decay[row + r] : before;
     }
   }
+  if (p.start == Start::keep) {  // the next strip of C, which stands in a slower cache
+#pragma GCC unroll 16
+    for (int r = ROWS; r < 2 * ROWS; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; ++v) __builtin_prefetch(c + r * p.c_stride + v * LANES<T>, 1);
+    }
+  }
   const T* a = p.a + (ORDER == Order::rows ? row * p.a_stride : row);
   const T* b = p.b + column;
   for (int64_t k = 0; k < depth; ++k) {

@@ -41,7 +41,8 @@ class Known:
     plan: PatternPlan
     prepared: Prepared
     swapped: bool  # layout BLHD
-    shape: tuple[int, int, int, int]  # of the output, (B, H, L, V)
+    output: Tensor  # as the output will be, (B, H, L, V), and its shift and total, (2, B, H, L): without memory
+    state: Tensor
 
     def answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.swapped:
@@ -50,7 +51,7 @@ class Known:
         if self.problem.needs_grad:
             output: Tensor = _Known.apply(self, seed, query, key, value)  # type: ignore[no-untyped-call]
         else:
-            output = self.prepared.output(Tensors(query, key, value), self.shape, seed)
+            output = self.prepared.output(Tensors(query, key, value), torch.empty_like(self.output), seed)
         return output.transpose(1, 2) if self.swapped else output
 
 
@@ -59,8 +60,8 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: Known, seed: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        state = query.new_empty((2, *known.shape[:3]))
-        output = known.prepared.output(Tensors(query, key, value), known.shape, seed, state)
+        state = torch.empty_like(known.state)
+        output = known.prepared.output(Tensors(query, key, value), torch.empty_like(known.output), seed, state)
         ctx.save_for_backward(query, key, value, output, state)
         ctx.question = known, seed
         return output
@@ -132,13 +133,15 @@ def remember(key: Hashable | None, question: Question, choice: Choice, pattern: 
     plan = pattern_plan(problem)
     if not plan.pairs:
         return  # it warns each time
+    blank, rows = question.tensors.query.new_empty(1), (problem.batch, problem.heads, problem.queries)
     _known[key] = Known(
         pattern,
         problem,
         plan,
         Prepared.of(problem, question.tensors, plan),
         question.views.layout == "BLHD",
-        (problem.batch, problem.heads, problem.queries, problem.value_dim),
+        blank.expand(*rows, problem.value_dim),
+        blank.expand(2, *rows),
     )
     if len(_known) > MOST:
         _known.popitem(last=False)

@@ -87,10 +87,10 @@ class Prepared:
     def of(cls, problem: Problem, tensors: Tensors, plan: PatternPlan) -> Prepared:
         return cls(native_call(problem, as_the_core_reads(problem, tensors), plan))
 
-    def output(self, tensors: Tensors, shape: tuple[int, ...], seed: int, state: Tensor | None = None) -> Tensor:
-        """The output alone, (B, H, L, V), of q, k and v alone; `state` (2, B, H, L) takes shift and total."""
+    def output(self, tensors: Tensors, output: Tensor, seed: int, state: Tensor | None = None) -> Tensor:
+        """The output alone, of q, k and v alone, into (B, H, L, V); `state` (2, B, H, L) takes shift and total."""
         query, key, value = tensors[:3]
-        output, shift, total = query.new_empty(shape), 0, 0
+        shift, total = 0, 0
         if state is not None:
             shift = state.data_ptr()
             total = shift + state.nbytes // 2

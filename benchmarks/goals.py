@@ -1,0 +1,161 @@
+"""What suite `cpu` measures, figure by figure, and the goal of each: this table is all there is to edit."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Literal, NamedTuple, TypeAlias
+
+from registry import DIRECTIONS, HEAD_DIM, Direction
+
+LONG = 65_536
+LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, LONG)  # over which growth is fitted
+MANY = 200  # calls in one sample, where a call is microseconds
+QUICK_LONGEST = 2_048
+
+
+class Goal(NamedTuple):
+    """What a figure is to reach at least, and what it aims at; with "at most" smaller is better."""
+
+    least: float
+    aim: float
+    side: Literal["at least", "at most"] = "at least"
+
+    def verdict(self, value: float) -> Literal["aim", "met", "SHORT"]:
+        sign = 1 if self.side == "at least" else -1
+        return "aim" if sign * value >= sign * self.aim else "met" if sign * value >= sign * self.least else "SHORT"
+
+
+class Race(NamedTuple):
+    """A ratio of speed: ours over another contender's on the same case, or over our own on a `baseline` case."""
+
+    direction: Direction
+    case: str
+    tokens: int
+    head_dim: int = HEAD_DIM
+    goal: Goal | None = None
+    against: str = "sdpa"
+    baseline: str | None = None
+    by_pairs: bool = False  # speed in visible pairs a second, not in calls a second
+    calls: int = 1  # in one sample
+
+    @property
+    def name(self) -> str:
+        other = self.against if self.baseline is None else f"ours-{self.baseline}"
+        return f"{self.direction}/{self.case}/{self.tokens}/D{self.head_dim}/{other}"
+
+    @property
+    def is_of_speed(self) -> bool:
+        """Whether the machine's speed limits it: not what a call costs, nor our own calls against one another."""
+        return self.calls == 1 and self.baseline is None
+
+    @property
+    def is_quick(self) -> bool:
+        return self.tokens <= QUICK_LONGEST and (self.against == "sdpa" or self.baseline is not None)
+
+
+class Weight(NamedTuple):
+    """Our peak memory beyond inputs and outputs, in inputs."""
+
+    direction: Direction
+    case: str
+    tokens: int
+    goal: Goal
+
+    @property
+    def name(self) -> str:
+        return f"memory/{self.direction}/{self.case}/{self.tokens}"
+
+    is_quick = False
+
+
+class Growth(NamedTuple):
+    """The exponent in L of our time over LENGTHS."""
+
+    direction: Direction
+    case: str
+    goal: Goal
+
+    @property
+    def name(self) -> str:
+        return f"growth/{self.direction}/{self.case}"
+
+    is_quick = False
+
+
+Figure: TypeAlias = Race | Weight | Growth
+
+
+def _at_most(value: float, aim: float | None = None) -> Goal:
+    return Goal(value, value if aim is None else aim, "at most")
+
+
+SCORES = Goal(0.85, 0.95)  # softcap, sinks and ALiBi against the plain call
+RATE = Goal(0.65, 0.8)  # of a window against dense
+# L·block scores are as much as an input where D is the block's 64 rows: a few of them at most, or less than one.
+MEMORY = _at_most(4, 1)
+
+RACES = (
+    Race("forward", "dense", 2_048, 64, Goal(1.15, 1.35)),
+    Race("forward", "dense", 2_048, 128, Goal(1.05, 1.2)),
+    Race("forward", "causal", 512, 64, Goal(1.8, 2.2)),
+    Race("forward", "causal", 2_048, 64, Goal(1.3, 1.5)),
+    Race("forward", "causal", 8_192, 64, Goal(1.25, 1.4)),
+    Race("forward", "causal", 2_048, 128),
+    Race("forward", "window", 2_048, 64, Goal(7, 9)),
+    Race("forward", "window", 8_192, 64, Goal(30, 45)),
+    Race("backward", "dense", 2_048, 64, Goal(1.2, 1.3)),
+    Race("backward", "causal", 2_048, 64, Goal(1.35, 1.6)),
+    Race("forward+backward", "dense", 2_048, 64),
+    Race("forward+backward", "causal", 2_048, 64),
+    Race("forward+backward", "causal-dropout", 2_048, 64, Goal(8, 12)),
+    Race("forward+backward", "causal-dropout", 2_048, 128, Goal(4.5, 7)),
+    Race("forward+backward", "dense-bias", 2_048, 64, Goal(4, 8)),
+    *(
+        Race("forward", f"{plain}-{extra}", 2_048, 64, SCORES, "ours", plain)
+        for plain in ("dense", "causal")
+        for extra in ("softcap", "sinks", "alibi")
+    ),
+    *(Race("forward", "window", tokens, 64, RATE, "ours", "dense", by_pairs=True) for tokens in (2_048, 8_192)),
+    *(
+        Race(direction, case, 16, 64, goal, calls=MANY)
+        for case in ("dense", "causal")
+        for direction, goal in (("forward", Goal(0.8, 1.2)), ("recorded", Goal(0.6, 0.9)))
+    ),
+    Race("forward", "window", 4_096, 64, Goal(4, 8), "flex"),
+    *(
+        Race(direction, "window-257", tokens, 64, None, "local-attention")
+        for tokens in (2_048, 8_192)
+        for direction in DIRECTIONS
+    ),
+    *(
+        Race(direction, case, 2_048, 64, None, against)
+        for against in ("x-transformers", "x-transformers-flash")
+        for case in ("dense", "causal")
+        for direction in DIRECTIONS
+    ),
+    Race("forward", "causal-softcap", 2_048, 64, None, "x-transformers"),
+)
+GROWTHS = tuple(
+    Growth(direction, case, _at_most(most))
+    for case, most in (
+        *(("strided", 1.6), ("fixed", 1.6), ("dilated", 1.1)),
+        *(("bigbird", 1.1), ("longformer", 1.1), ("documents", 1.1)),
+    )
+    for direction in DIRECTIONS
+)
+WEIGHTS = (
+    *(Weight(direction, "causal", 16_384, MEMORY) for direction in DIRECTIONS),
+    *(
+        Weight(direction, case, LONG, MEMORY)
+        for case in ("window", "strided", "fixed", "longformer", "bigbird", "documents")
+        for direction in DIRECTIONS
+    ),
+)
+FIGURES: tuple[Figure, ...] = (*RACES, *GROWTHS, *WEIGHTS)
+
+
+def chosen(words: list[str], *, quick: bool, threads: int) -> tuple[Figure, ...]:
+    """The figures whose name holds one of the words, in which * stands for anything; all of them without a word."""
+    figures = [figure for figure in FIGURES if not quick or figure.is_quick]
+    figures = [figure for figure in figures if threads == 1 or isinstance(figure, Race)]
+    return tuple(one for one in figures if not words or any(fnmatch(one.name, f"*{word}*") for word in words))
