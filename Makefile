@@ -1,7 +1,8 @@
 # make demo    set up .venv, then attention on a real text by a real model, in under two minutes
 # make test    set up .venv, then lint, types and the test suite
 #
-# Everything happens inside .venv; a second run only does what changed. To choose another Python or torch:
+# Everything happens inside .venv and build/, where a C++ compiler makes the native core; a second run only does what
+# changed. To choose another Python or torch:
 #   make test PYTHON=python3.12
 #   make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 # The second form is for Linux machines whose pip is not set up to find a CPU build: plain torch from the public
@@ -13,10 +14,13 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # One thread a process: on shared cores more threads wait for one another.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+TESTS := OMP_NUM_THREADS=1 QKV_REQUIRE_NATIVE=1 $(BIN)/python -m pytest -n 2
 HAS_TORCH := -c 'import torch; raise SystemExit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13))'
 # Folders are in the list too, so that a deleted file counts as a change.
-SOURCES := $(shell find src -not -name '*.pyc' -not -name __pycache__) pyproject.toml README.md LICENSE
+SOURCES := $(shell find src csrc tools -not -name '*.pyc' -not -name '*.so' -not -name __pycache__) \
+	CMakeLists.txt pyproject.toml README.md LICENSE
+# The native core is compiled in a folder that stays, so that a second run compiles what changed, and must succeed.
+BUILD := QKV_REQUIRE_NATIVE=1 CMAKE_BUILD_PARALLEL_LEVEL=2
 
 .PHONY: demo test test-long lint bench lock clean
 
@@ -36,6 +40,7 @@ lint: .venv/package.stamp
 
 bench: .venv/package.stamp
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py --suite cpu
 
 # Write requirements.lock anew from pyproject.toml and requirements.in. Needs uv (pip install uv).
 lock:
@@ -60,5 +65,6 @@ clean:
 
 # The locked back end builds the package, so nothing is fetched here.
 .venv/package.stamp: .venv/lock.stamp $(SOURCES)
-	$(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall .
+	$(BUILD) $(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall \
+		--config-settings=build-dir=build/native .
 	touch $@

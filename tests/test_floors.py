@@ -21,19 +21,23 @@ FLOORS = {
     **dict.fromkeys(("patterns", "scores", "dropout"), 1),
     **dict.fromkeys(("problem", "inputs", "question"), 2),
     "backends": 3,
-    **dict.fromkeys(("attention", "dispatch", "merging", "planning", "weights"), 4),
+    **dict.fromkeys(
+        ("attention", "dispatch", "in_graph", "merging", "operators", "planning", "remembered", "weights"), 4
+    ),
     "nn": 5,
     "models": 6,
     **dict.fromkeys(("explain", "demo", "info"), 7),
     **dict.fromkeys(("cli", "__main__"), 8),
 }
-# Files of these names in one folder, with those named after them (blockwise_forward), never import one another.
+# Files of these names in one folder, with those named after them (blockwise_backward), never import one another.
 APART = {
     "backends": {"reference", "blockwise", "sdpa", "cpu", "flex", "triton"},
     "cli": {"demo", "explain", "info", "show"},
 }
 # Siblings on floor 7, as (importer, imported): only `demo` may show the others.
 SIBLINGS = {("explain", "info"), ("explain", "demo"), ("info", "demo"), ("info", "explain")}
+# The compiled module, which may be absent, and the only module that asks for it.
+COMPILED, ASKS = "qkv._native", "qkv.backends.extension"
 OPTIONAL = {"safetensors", "tokenizers", "matplotlib", "transformers"}
 
 
@@ -122,7 +126,11 @@ def cyclic(tree: dict[str, ast.Module]) -> list[str]:
 
 def hidden(tree: dict[str, ast.Module]) -> list[str]:
     found = [(a, b) for a in tree for b, place in imports(tree, a) if place == "hidden"]
-    return [f"{a} -> {b}" for a, b in found if b.split(".")[0] not in OPTIONAL]
+    return [f"{a} -> {b}" for a, b in found if b.split(".")[0] not in OPTIONAL and b != COMPILED]
+
+
+def of_the_compiled(tree: dict[str, ast.Module]) -> list[str]:
+    return [name for name in tree if COMPILED in own(tree, name) and name != ASKS]
 
 
 def eager_optional(tree: dict[str, ast.Module]) -> list[str]:
@@ -140,7 +148,7 @@ def more_than_reexports(tree: dict[str, ast.Module]) -> list[str]:
     return [name for name, module in tree.items() if name.endswith("__init__") and not all(map(allowed, module.body))]
 
 
-RULES = (unplaced, upward, of_the_root, sideways, cyclic, hidden, eager_optional, more_than_reexports)
+RULES = (unplaced, upward, of_the_root, sideways, cyclic, hidden, of_the_compiled, eager_optional, more_than_reexports)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -176,6 +184,10 @@ PLANTED = {  # for each rule, files that break it when added to the sound tree, 
         ["qkv.shapes", "qkv.types"],
     ),
     hidden: ({"problem": "def f():\n    import numpy"}, ["qkv.problem -> numpy"]),
+    of_the_compiled: (
+        {"backends.cpu": "import qkv._native as native", "attention": "from qkv._native import Call"},
+        ["qkv.attention", "qkv.backends.cpu"],
+    ),
     eager_optional: ({"demo.run": "import matplotlib.pyplot as plt"}, ["qkv.demo.run -> matplotlib.pyplot"]),
     more_than_reexports: (
         {"models.__init__": "from qkv.models.bert import Bert as Bert\nBert.x = 1", "nn.__init__": "import torch"},

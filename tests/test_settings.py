@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from qkv.errors import UnknownName, ValueOutOfRange
-from qkv.settings import BACKEND, PLAN_CACHE_MB, SETTINGS, override, read
+from qkv.settings import BACKEND, ISA, PLAN_CACHE_MB, SETTINGS, override, read
 
 
 @pytest.fixture(autouse=True)
@@ -17,12 +17,13 @@ def clean_environment(monkeypatch):
 
 
 def test_variables_are_these():
-    assert [setting.name for setting in SETTINGS] == ["QKV_BACKEND", "QKV_PLAN_CACHE_MB"]
+    assert [setting.name for setting in SETTINGS] == ["QKV_BACKEND", "QKV_PLAN_CACHE_MB", "QKV_ISA"]
 
 
 def test_defaults_are_valid_and_typed():
     assert read(BACKEND) == "auto"
     assert read(PLAN_CACHE_MB) == 64
+    assert read(ISA) == "auto"
 
 
 def test_environment_is_read_at_every_call(monkeypatch):
@@ -41,6 +42,8 @@ def test_environment_is_read_at_every_call(monkeypatch):
         (PLAN_CACHE_MB, "-1"),
         (PLAN_CACHE_MB, "1.5"),
         (PLAN_CACHE_MB, ""),
+        (ISA, "avx"),
+        (ISA, ""),
     ],
 )
 def test_invalid_text_is_refused_with_what_is_valid(monkeypatch, setting, text):

@@ -85,11 +85,12 @@ class Hand final : public Worker {
   void* scratch(size_t bytes) override { return arena_.at_least(bytes); }
 
   bool stopped() override {
-    if (asks_ && Clock::now() - asked_ > POLL) {
-      if (job_.run.poll(job_.run.context) != 0) fail(Status::interrupted);
-      asked_ = Clock::now();
-    }
-    return job_.status.load(std::memory_order_relaxed) != Status::ok;
+    if (job_.status.load(std::memory_order_relaxed) != Status::ok) return true;
+    if (!asks_ || Clock::now() - asked_ < POLL) return false;
+    const bool ends = job_.run.poll(job_.run.context) != 0;
+    if (ends) fail(Status::interrupted);
+    asked_ = Clock::now();
+    return ends;
   }
 
   void fail(Status why) override {

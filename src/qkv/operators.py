@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack
 
 from qkv.backends.autograd import Engine, Wanted, differentiable_gradients, transformed
 from qkv.backends.base import Backend, Gradients, Outcome, pattern_plan, without_autocast
@@ -306,10 +306,8 @@ def _differentiable(asked: Asked, wanted: Wanted, grads: tuple[Tensor | None, Te
 
 
 def _attention_autograd(keys: Any, *arguments: Any) -> tuple[Tensor, ...]:
-    if _are_functorch_transforms_active():
-        _refuse_transforms()
     asked = Asked.read(arguments)
-    if transformed(asked.tensors):  # forward mode
+    if transformed(asked.tensors):
         return _with_tangents(asked)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in asked.tensors):
         return _Attention.apply(keys, asked, *asked.tensors)  # type: ignore[no-untyped-call]
@@ -325,7 +323,7 @@ def _below(keys: Any, asked: Asked) -> tuple[Tensor, ...]:
 
 
 def _with_tangents(asked: Asked) -> tuple[Tensor, ...]:
-    """The operator in plain operations."""
+    """The operator in plain operations, which forward mode knows; torch.func does not reach into an operator."""
     if not values_can_be_seen(asked.tensors.query):
         _refuse_transforms()
     problem, plan, _, _ = understood(asked)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import qkv.info as module
+from qkv.backends import extension
 from qkv.cli.info import render
 from qkv.cli.main import main
 from qkv.dispatch import BACKENDS
 from qkv.errors import ValueOutOfRange
-from qkv.info import info
+from qkv.info import NativeCore, info
 from qkv.settings import SETTINGS, override
 
 
@@ -31,7 +32,7 @@ def test_backends_are_all_there_in_order_with_their_reason():
     found = info()
     assert [(row.name, row.unavailable) for row in found.backends] == [(b.name, b.unavailable) for b in BACKENDS]
     assert {"reference", "blockwise", "sdpa"} <= {row.name for row in found.backends if row.unavailable is None}
-    assert all(row.unavailable for row in found.backends if row.name in {"cpu", "flex", "triton"})
+    assert all(row.unavailable for row in found.backends if row.name in {"flex", "triton"})
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,33 @@ def test_a_system_without_a_list_of_processors_says_so(monkeypatch, tmp_path):
     found = info()
     assert found.machine.instruction_sets is None
     assert "instruction sets    not listed by this system" in render(found)
+
+
+def stand_in(available=("avx2", "v2"), in_use="v2"):
+    return SimpleNamespace(ABI=7, available_isas=lambda: list(available), isa=lambda: in_use)
+
+
+@pytest.mark.parametrize("threads, said", [(1, "v2, 1 thread"), (3, "v2, 3 threads")])
+def test_the_native_core_tells_what_it_can_do(monkeypatch, threads, said):
+    monkeypatch.setattr(extension, "MISSING", None)
+    monkeypatch.setattr(extension, "native", stand_in())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    found = info()
+    assert found.native == NativeCore(missing=None, abi=7, instruction_sets=("avx2", "v2"), in_use="v2")
+    block = [
+        "native core",
+        "  available         yes, ABI 7",
+        "  instruction sets  avx2 v2",
+        f"  in use            {said}",
+    ]
+    assert "\n".join(["", *block, ""]) in render(found)
+
+
+def test_a_native_core_that_is_missing_says_why(monkeypatch):
+    monkeypatch.setattr(extension, "MISSING", "no compiler came near it")
+    found = info()
+    assert found.native == NativeCore(missing="no compiler came near it")
+    assert "\nnative core\n  available  no: no compiler came near it\n" in render(found)
 
 
 def test_optional_packages_tell_version_or_absence(monkeypatch):
