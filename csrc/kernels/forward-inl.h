@@ -194,10 +194,9 @@ class ForwardPass {
     if (p_.dropout_threshold) {
       draw_kept(scene.draw(data_.seed), scratch.at->counters, one.width, scratch.at->keys, key_count, scratch.kept);
     }
-    const Shares shares = shares_of(one.cursor.mask(), one.width, key_count);
+    const Shares shares(one.cursor.mask(), one.width, key_count);
     for (int i = 0; i < shares.count; ++i) {
       const Share& share = shares.each[i];
-      if (share.depth() <= 0) continue;
       const Shape<T> shape{one.width, share, one.cursor.mask(), bias, static_cast<T>(p_.softcap * LOG2_E)};
       attend_share<CAREFUL>(shape, one, keys, values, scratch);
     }

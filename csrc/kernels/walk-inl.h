@@ -79,7 +79,7 @@ class Cursor {
 };
 
 // The lanes of a tile that are walked together, and the keys between the first and the last that any of them sees. Where
-// a tile has a mask its halves are walked apart: those of causal patterns and of windows see fewer keys each.
+// a tile has a mask its quarters are walked apart: those of causal patterns and of windows see fewer keys each.
 struct Share {
   Range lanes, keys;
 
@@ -98,16 +98,20 @@ inline Share share_of(const uint64_t* mask, Range lanes, int64_t keys) {
   return share;
 }
 
-// The shares of a tile of `width` lanes: one or two.
-struct Shares {
-  Share each[2];
-  int count;
-};
+constexpr int64_t QUARTER = TILE / 4;
 
-inline Shares shares_of(const uint64_t* mask, int64_t width, int64_t keys) {
-  constexpr int64_t HALF = TILE / 2;
-  if (!mask || width <= HALF) return {{share_of(mask, {0, width}, keys), {}}, 1};
-  return {{share_of(mask, {0, HALF}, keys), share_of(mask, {HALF, width}, keys)}, 2};
-}
+// The shares of a tile of `width` lanes: one, or up to four.
+struct Shares {
+  Share each[4];
+  int count = 0;
+
+  Shares(const uint64_t* mask, int64_t width, int64_t keys) {
+    const int64_t step = mask ? QUARTER : width;
+    for (int64_t lane = 0; lane < width; lane += step) {
+      const Share share = share_of(mask, {lane, least(lane + step, width)}, keys);
+      if (share.depth() > 0) each[count++] = share;
+    }
+  }
+};
 
 }  // namespace
