@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -89,8 +89,8 @@ def key_of(
     query: Tensor, key: Tensor, value: Tensor, pattern: object, offset: object, options: tuple[object, ...]
 ) -> Hashable | None:
     """What tells one call from another, values in the tensors apart; None where a call is not to be remembered."""
-    if torch.compiler.is_compiling() or _are_functorch_transforms_active():
-        return None
+    if torch.compiler.is_compiling() or _are_functorch_transforms_active() or _len_torch_dispatch_stack():
+        return None  # somebody listens to every operation
     if not (_is_plain(query) and _is_plain(key) and _is_plain(value)):
         return None
     if not (offset is None or type(offset) is int) or any(type(option) not in SIMPLE for option in options):

@@ -103,7 +103,7 @@ class Prepared:
         query, aux = tensors.query, problem.aux
         rows = (problem.batch, problem.heads, problem.queries)
         output = query.new_empty((*rows, problem.value_dim))
-        lse, shift, total = query.new_empty((3, *rows)).unbind(0)
+        lse, shift, total = query.new_empty(rows), query.new_empty(rows), query.new_empty(rows)
         max_scores = query.new_empty(rows) if aux.max_scores else None
         entropy = query.new_empty(rows) if aux.entropy else None
         self.call.forward(
