@@ -9,7 +9,13 @@
 
 namespace {
 
-constexpr int64_t KEY_SHARE = 8;  // key blocks that one unit of a stage owns
+constexpr int64_t KEY_RUN = 8;  // key blocks that one unit of a stage owns
+
+// What runs now: which gradients, and of how many pieces of each head (0: all of it at once), of which head and part.
+struct Stage {
+  int wanted;
+  int64_t split, head, part;
+};
 
 template <class T>
 void clear(void* data, int64_t first, int64_t count) {
@@ -25,11 +31,11 @@ class BackwardPass {
 
   Status run(const Run& run) {
     const int64_t heads = p_.batch * p_.heads, rows = heads * p_.queries, tiles = blocks_of(p_.queries, TILE);
-    if (!deltas_.reserve(rows * sizeof(T)) || !shares_.reserve(shares() * sizeof(T)) ||
+    if (!deltas_.reserve(rows * sizeof(T)) || !slices_.reserve(slices() * sizeof(T)) ||
         !sinks_.reserve(data_.grad_sinks ? heads * tiles * sizeof(T) : 0)) {
       return Status::out_of_memory;
     }
-    bias_.sums = static_cast<T*>(shares_.data());
+    bias_.sums = static_cast<T*>(slices_.data());
     tiles_.deltas = static_cast<T*>(deltas_.data());
     Status status = each(*this, p_, run, heads * tiles, &BackwardPass::prepare_unit);
     if (status == Status::ok) status = make(run);
@@ -39,13 +45,13 @@ class BackwardPass {
       status = make(run);
     }
     if (status != Status::ok) return status;
-    reduce_shares();
+    reduce_slices();
     reduce_sinks();
     return Status::ok;
   }
 
  private:
-  int64_t shares() const { return bias_.chunks * bias_.share * p_.batch * p_.heads; }
+  int64_t slices() const { return bias_.chunks * bias_.slice * p_.batch * p_.heads; }
   int64_t bias_size() const { return p_.bias.size[0] * p_.bias.size[1] * p_.bias.size[2] * p_.bias.size[3]; }
   int64_t group() const { return p_.heads / p_.kv_heads; }
 
@@ -82,23 +88,27 @@ class BackwardPass {
 
   // All gradients of the tensors, by one stage over heads or by stages over keys and over queries.
   Status make(const Run& run) {
-    clear<T>(bias_.sums, 0, shares());
-    if (tiles_.careful && bias_.stage && !bias_.share) clear<T>(data_.grad_bias, 0, bias_size());
+    clear<T>(bias_.sums, 0, slices());
+    if (tiles_.careful && bias_.stage && !bias_.slice) clear<T>(data_.grad_bias, 0, bias_size());
     const Status cleared = each(*this, p_, run, p_.batch * p_.heads, &BackwardPass::clear_unit);
     if (cleared != Status::ok) return cleared;
-    wanted_ = FOR_QUERIES | FOR_KEYS;
-    split_ = 0;
+    stage_ = {FOR_QUERIES | FOR_KEYS, 0, 0, 0};
     if (run.threads <= 1 || units() >= run.threads) {
       return each(*this, p_, run, units(), &BackwardPass::region_unit);
     }
-    for (wanted_ = FOR_KEYS; wanted_ >= FOR_QUERIES; --wanted_) {
-      if (!wants(wanted_)) continue;
-      split_ = wanted_ == FOR_KEYS ? blocks_of(size_.blocks, KEY_SHARE) : blocks_of(size_.tiles, bias_.chunk);
-      for (head_ = 0; head_ < unit_heads(); ++head_) {
-        for (part_ = 0; part_ < size_.parts; ++part_) {
-          const Status status = each(*this, p_, run, units() * split_, &BackwardPass::region_unit);
-          if (status != Status::ok) return status;
-        }
+    const Status keys = make_apart(run, FOR_KEYS);
+    return keys == Status::ok ? make_apart(run, FOR_QUERIES) : keys;
+  }
+
+  // The gradients of one kind, by stages in which several units share a head.
+  Status make_apart(const Run& run, int wanted) {
+    if (!wants(wanted)) return Status::ok;
+    const int64_t split = wanted == FOR_KEYS ? blocks_of(size_.blocks, KEY_RUN) : blocks_of(size_.tiles, bias_.chunk);
+    for (int64_t head = 0; head < unit_heads(); ++head) {
+      for (int64_t part = 0; part < size_.parts; ++part) {
+        stage_ = {wanted, split, head, part};
+        const Status status = each(*this, p_, run, units() * split, &BackwardPass::region_unit);
+        if (status != Status::ok) return status;
       }
     }
     return Status::ok;
@@ -113,19 +123,19 @@ class BackwardPass {
   int64_t units() const { return (bias_.all_batch ? least(p_.batch, 1) : p_.batch) * (bias_.all_heads ? 1 : p_.kv_heads); }
 
   void region_unit(int64_t unit, BackwardScratch<T>& scratch, Worker& worker) {
-    const int64_t share = split_ ? unit % split_ : 0, at = split_ ? unit / split_ : unit;
+    const int64_t piece = stage_.split ? unit % stage_.split : 0, at = stage_.split ? unit / stage_.split : unit;
     const int64_t columns = bias_.all_heads ? 1 : p_.kv_heads, b = at / columns, h = at % columns * group();
     Region region;
     region.batch = bias_.all_batch ? Range{0, p_.batch} : Range{b, b + 1};
     region.heads = {h, h + unit_heads()};
     region.parts = {0, size_.parts};
     region.tiles = region.keys = {0, NO_BLOCK};
-    region.wanted = wanted_;
-    if (split_) {
-      region.heads = {h + head_, h + head_ + 1};
-      region.parts = {part_, part_ + 1};
-      if (wanted_ == FOR_KEYS) region.keys = {share * KEY_SHARE, (share + 1) * KEY_SHARE};
-      if (wanted_ == FOR_QUERIES) region.tiles = {share * bias_.chunk, (share + 1) * bias_.chunk};
+    region.wanted = stage_.wanted;
+    if (stage_.split) {
+      region.heads = {h + stage_.head, h + stage_.head + 1};
+      region.parts = {stage_.part, stage_.part + 1};
+      if (stage_.wanted == FOR_KEYS) region.keys = {piece * KEY_RUN, (piece + 1) * KEY_RUN};
+      if (stage_.wanted == FOR_QUERIES) region.tiles = {piece * bias_.chunk, (piece + 1) * bias_.chunk};
     }
     cover(region, scratch, worker);
   }
@@ -174,26 +184,26 @@ class BackwardPass {
       good = good && (!data_.grad_value || all_finite(data_.grad_value, g * values, values));
     }
     if (head == 0 && data_.grad_bias) {
-      good = good && (bias_.share ? all_finite(bias_.sums, 0, shares())
+      good = good && (bias_.slice ? all_finite(bias_.sums, 0, slices())
                              : all_finite(data_.grad_bias, 0, bias_size()));
     }
     if (!good) __atomic_store_n(&finite_, false, __ATOMIC_RELAXED);
   }
 
   // Batch rows, heads and chunks in this order.
-  void reduce_shares() {
-    if (!bias_.share) return;
+  void reduce_slices() {
+    if (!bias_.slice) return;
     const Bias& bias = p_.bias;
     const bool rule = bias.kind != BiasKind::tensor;
     const int64_t size[2] = {rule ? 1 : bias.size[0], rule ? p_.heads : bias.size[1]};
     T* grad = static_cast<T*>(data_.grad_bias);
-    clear<T>(grad, 0, size[0] * size[1] * bias_.share);
+    clear<T>(grad, 0, size[0] * size[1] * bias_.slice);
     const T* from = bias_.sums;
     for (int64_t b = 0; b < p_.batch; ++b) {
       for (int64_t h = 0; h < p_.heads; ++h) {
-        T* to = grad + ((size[0] > 1 ? b : 0) * size[1] + (size[1] > 1 ? h : 0)) * bias_.share;
-        for (int64_t c = 0; c < bias_.chunks; ++c, from += bias_.share) {
-          for (int64_t i = 0; i < bias_.share; ++i) to[i] += from[i];
+        T* to = grad + ((size[0] > 1 ? b : 0) * size[1] + (size[1] > 1 ? h : 0)) * bias_.slice;
+        for (int64_t c = 0; c < bias_.chunks; ++c, from += bias_.slice) {
+          for (int64_t i = 0; i < bias_.slice; ++i) to[i] += from[i];
         }
       }
     }
@@ -216,12 +226,10 @@ class BackwardPass {
   const Backward& data_;
   PlanSize size_;
   BiasGradient<T> bias_;
-  Buffer deltas_, shares_, sinks_;
+  Buffer deltas_, slices_, sinks_;
   TileGradients<T> tiles_{p_, data_, bias_, size_.parts > 1};
   bool finite_ = true;
-  // of the stage that runs: what it makes, into how many units each head is split (0: none), which head and part
-  int wanted_ = 0;
-  int64_t split_ = 0, head_ = 0, part_ = 0;
+  Stage stage_{};
 };
 
 inline Status run_backward(const Problem& problem, const Backward& data, const Run& run) {

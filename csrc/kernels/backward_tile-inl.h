@@ -10,8 +10,6 @@ namespace {
 
 using qkv::Backward;
 
-constexpr int64_t TOGETHER = 4;  // query tiles that share each block of keys
-
 enum Wanted : int { FOR_QUERIES = 1, FOR_KEYS = 2 };
 
 // What a unit of work covers, and which gradients it makes.
@@ -24,13 +22,14 @@ struct Region {
 
 // How the gradient of a bias is made. One that has an axis of queries belongs to query tiles, one with keys alone to key
 // blocks; where it is shared by batch rows or heads, one unit of work walks all of these. Slopes, tables and single
-// numbers are summed in shares, one for each (b, h) and chunk of query tiles, and these in order.
+// numbers are summed apart for each (b, h) and chunk of query tiles, and these sums in order. A chunk is made of whole
+// groups of tiles that walk together, so that stages group them as one pass does.
 template <class T>
 struct BiasGradient {
   int stage = 0;  // the Wanted that makes it; 0: none
   bool all_batch = false, all_heads = false;
-  int64_t share = 0, chunk = qkv::BIAS_CHUNK, chunks = 0;  // numbers of a share, query tiles of a chunk
-  T* sums = nullptr;                                       // the shares; null: the gradient itself
+  int64_t slice = 0, chunk = TOGETHER, chunks = 0;  // numbers of a slice of sums, query tiles of a chunk
+  T* sums = nullptr;  // a slice for each (b, h) and chunk; null: the gradient itself
 
   BiasGradient(const Problem& problem, const Backward& data, int64_t tiles) {
     const Bias& bias = problem.bias;
@@ -42,8 +41,8 @@ struct BiasGradient {
       all_heads = bias.size[1] == 1;
       return;
     }
-    share = bias.kind == BiasKind::relative ? bias.size[1] : 1;
-    chunk = most(qkv::BIAS_CHUNK, blocks_of(share, 4 * TILE));
+    slice = bias.kind == BiasKind::relative ? bias.size[1] : 1;
+    chunk = TOGETHER * most(1, blocks_of(slice, 4 * TILE * TOGETHER));
     chunks = blocks_of(most(tiles, 1), chunk);
   }
 };
@@ -134,8 +133,7 @@ class TileGradients {
     if (!entries) return;
     for (int64_t i = 0; i < count; ++i) start(scene, first + i, scratch, scratch.tiles[i]);
     while (!worker.stopped()) {
-      int64_t block = NO_BLOCK;
-      for (int64_t i = 0; i < count; ++i) block = least(block, scratch.tiles[i].cursor.block());
+      const int64_t block = next_block(scratch.tiles, count);
       if (block == NO_BLOCK) break;
       meet(scene, region, block, count, scratch);
     }
@@ -158,12 +156,12 @@ class TileGradients {
     transpose(one.by_row, wide_d, one.width, wide_d, one.by_lane, one.width);
     fill(scratch.factors, static_cast<T>(p_.scale));
     load_padded(rows, p_.head_dim, scratch.factors, one.by_row, wide_d);
-    const T kept = p_.dropout_threshold ? T(65536) / static_cast<T>(65536 - p_.dropout_threshold) : T(1);
+    const T keep_scale = keep_scale_of<T>(p_);
     for (int64_t i = 0; i < TILE; ++i) {
       const int64_t row = i < rows.count ? rows.row(i) : -1;
       one.shift[i] = row < 0 ? 0 : static_cast<const T*>(data_.shift)[at + row];
       one.delta[i] = row < 0 ? 0 : deltas[at + row];
-      scratch.factors[i] = row < 0 ? 0 : kept / static_cast<const T*>(data_.total)[at + row];
+      scratch.factors[i] = row < 0 ? 0 : keep_scale / static_cast<const T*>(data_.total)[at + row];
     }
     load_padded(grads, p_.value_dim, scratch.factors, one.grad_by_row, wide_v);
     transpose(one.grad_by_row, wide_v, one.width, wide_v, one.grad_by_lane, one.width);
@@ -235,15 +233,7 @@ class TileGradients {
   void grade(const Scene<T>& scene, const Region& region, Asked<T>& one, int64_t block, int64_t key_count,
              const Panel<T>& keys, const Panel<T>& values, const Sum& grad_keys, const Sum& grad_values,
              BackwardScratch<T>& scratch) {
-    const Range all{0, key_count};
-    if (p_.dropout_threshold || p_.bias.kind != BiasKind::none) {
-      locate_tile(scene, one.tile, one.count, block, key_count, *scratch.at);
-    }
-    const TileBias<T> bias =
-        tile_bias(scene, data_.bias, one.tile, block, *scratch.at, all, one.width, scratch.rows, scratch.bias);
-    if (p_.dropout_threshold) {
-      draw_kept(scene.draw(data_.seed), scratch.at->counters, one.width, scratch.at->keys, key_count, scratch.kept);
-    }
+    const TileBias<T> bias = prepare_tile(scene, data_.bias, data_.seed, one, block, key_count, scratch);
     const Shares shares(one.cursor.mask(), one.width, key_count);
     for (int i = 0; i < shares.count; ++i) {
       const Share& share = shares.each[i];
@@ -327,7 +317,7 @@ class TileGradients {
                          BackwardScratch<T>& scratch) {
     const Bias& bias = p_.bias;
     T* sums = bias_.sums;
-    if (sums) sums += ((scene.b * p_.heads + scene.h) * bias_.chunks + one.tile / bias_.chunk) * bias_.share;
+    if (sums) sums += ((scene.b * p_.heads + scene.h) * bias_.chunks + one.tile / bias_.chunk) * bias_.slice;
     const TileGradient<T> grads{scratch.grads, one.width, least(share.lanes.stop, one.count), share};
     if (bias.kind != BiasKind::tensor) {
       add_rule_gradient(rule_of(scene, data_.bias), scene.natural(), *scratch.at, grads, scratch.strip, sums);

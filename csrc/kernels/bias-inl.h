@@ -77,7 +77,7 @@ TileBias<T> strip_bias(const Rule<T>& rule, const Positions& at, T* strip) {
   if (rule.radius < 0) {
     for (int64_t u = 0; u < STRIP_SIZE; ++u) {
       const T distance = static_cast<T>(middle + TILE - 1 - u);
-      strip[u] = -rule.numbers[0] * static_cast<T>(LOG2_E) * (distance < 0 ? -distance : distance);
+      strip[u] = in_bits(-rule.numbers[0] * (distance < 0 ? -distance : distance), T());
     }
   } else {
     for (int64_t u = 0; u < STRIP_SIZE; ++u) strip[u] = rule.at(middle + TILE - 1 - u);

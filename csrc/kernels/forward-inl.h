@@ -2,7 +2,7 @@
 // Source: Milakov, Gimelshein, "Online normalizer calculation for softmax" (2018); Rabe, Staats (2021).
 //
 // Scores of a tile stand with the queries in the lanes, so that the greatest, the sum and the decay of a query are plain
-// vector operations; the output stands by rows. Queries of GROUP tiles share each block of keys and values.
+// vector operations; the output stands by rows. Queries of up to TOGETHER tiles share each block of keys and values.
 #pragma once
 
 #include "careful-inl.h"
@@ -12,8 +12,6 @@
 namespace {
 
 using qkv::Forward;
-
-constexpr int64_t GROUP = 4;
 
 // The running state of a tile's queries. A query's weights are 2^(score - top); `energy` sums weights · scores.
 template <class T>
@@ -27,7 +25,7 @@ struct Online {
 
 template <class T>
 struct ForwardScratch {
-  Online<T> tiles[GROUP];
+  Online<T> tiles[TOGETHER];
   T *ones, *scales, *rows, *keys, *values, *scores, *bias, *kept, *peak, *decay;
   uint64_t* seen;
   Positions* at;
@@ -67,17 +65,17 @@ void weigh_column(const Online<T>& one, int64_t lane, Range keys, T* s, const T*
   const F<T> before = load(one.top + lane), top = greater<T>(before, load(peak + lane));
   const F<T> shift = top == -INFINITE<T> ? F<T>{} : top;
   const F<T> down = exp2<T>(before - shift);
-  F<T> sum = load(one.total + lane) * down, warmth = load(one.energy + lane) * down;
+  F<T> sum = load(one.total + lane) * down, energy_sum = load(one.energy + lane) * down;
   for (int64_t k = keys.first; k < keys.stop; ++k) {
     T* at = s + k * one.width + lane;
     const F<T> score = load(at), weight = exp2<T>(score - shift);
     sum += weight;
-    if (energy) warmth += weight == 0 ? F<T>{} : weight * score;
+    if (energy) energy_sum += weight == 0 ? F<T>{} : weight * score;
     store(at, kept ? weight * load(kept + k * one.width + lane) : weight);
   }
   store(one.top + lane, top);
   store(one.total + lane, sum);
-  store(one.energy + lane, warmth);
+  store(one.energy + lane, energy_sum);
   store(decay + lane, down);
 }
 
@@ -95,9 +93,9 @@ class ForwardPass {
     }
     Status status = Status::ok;
     if (size_.merged) status = each(*this, p_, run, heads * rows, &ForwardPass::begin_unit);
-    groups_ = groups_for(run.threads);
+    together_ = tiles_together(run.threads);
     for (stage_ = 0; stage_ < size_.parts && status == Status::ok; ++stage_) {
-      status = each(*this, p_, run, heads * blocks_of(size_.tiles, groups_), &ForwardPass::part_unit);
+      status = each(*this, p_, run, heads * blocks_of(size_.tiles, together_), &ForwardPass::part_unit);
     }
     if (size_.merged && status == Status::ok) status = each(*this, p_, run, heads * rows, &ForwardPass::finish_unit);
     return status;
@@ -105,20 +103,20 @@ class ForwardPass {
 
  private:
   // Tiles that walk together: fewer where threads would have nothing to do.
-  int64_t groups_for(int64_t threads) const {
-    int64_t groups = GROUP;
-    while (groups > 1 && p_.batch * p_.heads * blocks_of(size_.tiles, groups) < 4 * threads && threads > 1) groups /= 2;
-    return groups;
+  int64_t tiles_together(int64_t threads) const {
+    int64_t count = TOGETHER;
+    while (count > 1 && threads > 1 && p_.batch * p_.heads * blocks_of(size_.tiles, count) < 4 * threads) count /= 2;
+    return count;
   }
 
   // The longest rows of a causal pattern come first, so that threads end together.
   void part_unit(int64_t unit, ForwardScratch<T>& scratch, Worker& worker) {
-    const int64_t per_head = blocks_of(size_.tiles, groups_);
-    const int64_t head = unit / per_head, first = (per_head - 1 - unit % per_head) * groups_;
+    const int64_t per_head = blocks_of(size_.tiles, together_);
+    const int64_t head = unit / per_head, first = (per_head - 1 - unit % per_head) * together_;
     const int64_t b = head / p_.heads, h = head % p_.heads;
     if (stage_ >= member_of(p_, b, h).count) return;
     const Scene<T> scene{p_, member_of(p_, b, h).parts[stage_], b, h};
-    const int64_t count = least(groups_, scene.part.schedule.rows - first);
+    const int64_t count = least(together_, scene.part.schedule.rows - first);
     if (count <= 0) return;
     for (int64_t i = 0; i < count; ++i) start(scene, first + i, scratch, scratch.tiles[i]);
     walk<false>(scene, scratch.tiles, count, scratch, worker);
@@ -132,7 +130,7 @@ class ForwardPass {
       if (size_.merged) {
         keep(scene, one, scratch);
       } else {
-        finish(scene.query_rows(output_of(scene), output_stride(), one.tile), state_row(scene), scene.h, one, scratch);
+        finish(scene.query_rows(output_of(scene), output_stride_, one.tile), state_row(scene), scene.h, one, scratch);
       }
     }
   }
@@ -150,7 +148,7 @@ class ForwardPass {
     }
     transpose(scratch.rows, wide, one.width, wide, one.query, one.width);
     if (size_.merged) {
-      resume(scene, one, scratch);
+      resume(scene.query_rows(output_of(scene), output_stride_, tile), state_row(scene), one, scratch);
     } else {
       reset(one);
     }
@@ -167,8 +165,7 @@ class ForwardPass {
     const T* key = offset<T>(data_.key, p_.key_stride, scene.b, scene.group());
     const T* value = offset<T>(data_.value, p_.value_stride, scene.b, scene.group());
     while (!worker.stopped()) {
-      int64_t block = NO_BLOCK;
-      for (int64_t i = 0; i < count; ++i) block = least(block, tiles[i].cursor.block());
+      const int64_t block = next_block(tiles, count);
       if (block == NO_BLOCK) return;
       const auto key_rows = scene.key_rows(key, p_.key_stride, block);
       const auto value_rows = scene.key_rows(value, p_.value_stride, block);
@@ -185,15 +182,7 @@ class ForwardPass {
   template <bool CAREFUL>
   void attend(const Scene<T>& scene, Online<T>& one, int64_t block, int64_t key_count, const Panel<T>& keys,
               const Panel<T>& values, ForwardScratch<T>& scratch) {
-    const Range all{0, key_count};
-    if (p_.dropout_threshold || p_.bias.kind != BiasKind::none) {
-      locate_tile(scene, one.tile, one.count, block, key_count, *scratch.at);
-    }
-    const TileBias<T> bias =
-        tile_bias(scene, data_.bias, one.tile, block, *scratch.at, all, one.width, scratch.rows, scratch.bias);
-    if (p_.dropout_threshold) {
-      draw_kept(scene.draw(data_.seed), scratch.at->counters, one.width, scratch.at->keys, key_count, scratch.kept);
-    }
+    const TileBias<T> bias = prepare_tile(scene, data_.bias, data_.seed, one, block, key_count, scratch);
     const Shares shares(one.cursor.mask(), one.width, key_count);
     for (int i = 0; i < shares.count; ++i) {
       const Share& share = shares.each[i];
@@ -236,11 +225,10 @@ class ForwardPass {
   // Where the results of a (b, h) begin, in rows of the call.
   int64_t state_row(const Scene<T>& scene) const { return (scene.b * p_.heads + scene.h) * p_.queries; }
   T* output_of(const Scene<T>& scene) const { return static_cast<T*>(data_.output) + state_row(scene) * p_.value_dim; }
-  const int64_t* output_stride() const { return output_stride_; }
 
   // Divide by the sums; a sink joins here, since it has no value.
   void finish(const Rows<T>& rows, int64_t first, int64_t h, const Online<T>& one, ForwardScratch<T>& scratch) {
-    const T kept = p_.dropout_threshold ? T(65536) / static_cast<T>(65536 - p_.dropout_threshold) : T(1);
+    const T keep_scale = keep_scale_of<T>(p_);
     for (int64_t i = 0; i < rows.count; ++i) {
       const T keys = one.total[i];
       T shift = one.top[i], total = keys, factor = 1;
@@ -254,7 +242,7 @@ class ForwardPass {
       shift = shift == -INFINITE<T> ? 0 : shift;
       const bool nothing = total == 0;
       total = nothing ? 1 : total;
-      scratch.decay[i] = factor * kept / total;
+      scratch.decay[i] = factor * keep_scale / total;
       if (rows.row(i) < 0) continue;
       const int64_t at = first + rows.row(i);
       if (data_.shift) static_cast<T*>(data_.shift)[at] = shift;
@@ -273,7 +261,7 @@ class ForwardPass {
 
   // Between parts the states of all rows wait in the results themselves.
   void keep(const Scene<T>& scene, const Online<T>& one, ForwardScratch<T>& scratch) {
-    const Rows<T> rows = scene.query_rows(output_of(scene), output_stride(), one.tile);
+    const Rows<T> rows = scene.query_rows(output_of(scene), output_stride_, one.tile);
     store_rows(one.output, padded<T>(p_.value_dim), p_.value_dim, scratch.ones, rows);
     for (int64_t i = 0; i < rows.count; ++i) {
       if (rows.row(i) < 0) continue;
@@ -284,11 +272,7 @@ class ForwardPass {
     }
   }
 
-  void resume(const Scene<T>& scene, Online<T>& one, ForwardScratch<T>& scratch) {
-    take(scene.query_rows(output_of(scene), output_stride(), one.tile), state_row(scene), one, scratch);
-  }
-
-  void take(const Rows<T>& rows, int64_t first, Online<T>& one, ForwardScratch<T>& scratch) {
+  void resume(const Rows<T>& rows, int64_t first, Online<T>& one, ForwardScratch<T>& scratch) {
     one.count = rows.count;
     reset(one);
     const Rows<const T> from{rows.data, rows.row_stride, rows.column_stride, rows.slots, rows.first, rows.count};
@@ -330,7 +314,7 @@ class ForwardPass {
   void finish_unit(int64_t unit, ForwardScratch<T>& scratch, Worker&) {
     const Unit at = natural_unit(unit);
     Online<T>& one = scratch.tiles[0];
-    take(at.rows, at.first, one, scratch);
+    resume(at.rows, at.first, one, scratch);
     finish(at.rows, at.first, at.head % p_.heads, one, scratch);
   }
 
@@ -339,7 +323,7 @@ class ForwardPass {
   const int64_t output_stride_[4] = {0, 0, p_.value_dim, 1};
   PlanSize size_;
   Buffer state_;
-  int64_t stage_ = 0, groups_ = GROUP;
+  int64_t stage_ = 0, together_ = TOGETHER;
 };
 
 inline Status run_forward(const Problem& problem, const Forward& data, const Run& run) {

@@ -12,6 +12,8 @@ using qkv::Run;
 using qkv::Status;
 using qkv::Worker;
 
+constexpr int64_t TOGETHER = 4;  // query tiles that share each block of keys and values on its way through the caches
+
 // (pass.*method)(unit, scratch, worker) for every unit. A Scratch is made from the problem and an arena, in which it
 // takes its pieces, and then prepared.
 template <class Pass, class Scratch>
@@ -41,6 +43,14 @@ Status each(Pass& pass, const Problem& problem, const Run& run, int64_t units,
 inline const qkv::Member& member_of(const Problem& problem, int64_t b, int64_t h) {
   const qkv::Plan& plan = problem.plan;
   return plan.members[plan.index[b * plan.index_batch_stride + h * plan.index_head_stride]];
+}
+
+// The first key block that any of some tiles still has to see.
+template <class Tile>
+int64_t next_block(const Tile* tiles, int64_t count) {
+  int64_t block = NO_BLOCK;
+  for (int64_t i = 0; i < count; ++i) block = least(block, tiles[i].cursor.block());
+  return block;
 }
 
 // The greatest sizes among the members of a plan.

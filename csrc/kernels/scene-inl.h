@@ -13,6 +13,12 @@ using qkv::Part;
 using qkv::Problem;
 using qkv::Type;
 
+// What a weight that dropout keeps is multiplied by.
+template <class T>
+T keep_scale_of(const Problem& problem) {
+  return problem.dropout_threshold ? T(65536) / static_cast<T>(65536 - problem.dropout_threshold) : T(1);
+}
+
 template <class T>
 const T* offset(const void* data, const int64_t* stride, int64_t b, int64_t h) {
   return static_cast<const T*>(data) + b * stride[0] + h * stride[1];

@@ -5,6 +5,19 @@
 
 namespace {
 
+// What a tile needs beside its products: its bias, and where dropout thins it which weights are kept.
+template <class T, class Tile, class Scratch>
+TileBias<T> prepare_tile(const Scene<T>& scene, const void* bias, uint64_t seed, const Tile& one, int64_t block,
+                         int64_t key_count, Scratch& scratch) {
+  const Problem& problem = scene.problem;
+  if (!problem.dropout_threshold && problem.bias.kind == BiasKind::none) return {};
+  locate_tile(scene, one.tile, one.count, block, key_count, *scratch.at);
+  if (problem.dropout_threshold) {
+    draw_kept(scene.draw(seed), scratch.at->counters, one.width, scratch.at->keys, key_count, scratch.kept);
+  }
+  return tile_bias(scene, bias, one.tile, block, *scratch.at, {0, key_count}, one.width, scratch.rows, scratch.bias);
+}
+
 // A tile's options. Scores stand as s[key * width + lane], hidden ones become -infinity.
 template <class T>
 struct Shape {

@@ -71,9 +71,9 @@ class Cursor {
     if (block_ >= stop_) block_ = NO_BLOCK;
   }
 
-  const int32_t *run_, *runs_end_, *partial_, *partial_end_;
-  const uint64_t* masks_;
-  int64_t stop_, full_;
+  const int32_t *run_ = nullptr, *runs_end_ = nullptr, *partial_ = nullptr, *partial_end_ = nullptr;
+  const uint64_t* masks_ = nullptr;
+  int64_t stop_ = 0, full_ = NO_BLOCK;
   int64_t block_ = NO_BLOCK;
   const uint64_t* mask_ = nullptr;
 };

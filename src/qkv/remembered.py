@@ -28,6 +28,7 @@ from qkv.question import Question
 from qkv.settings import BACKEND, read
 
 MOST = 256  # calls remembered
+LARGEST = 1 << 16  # bytes of a schedule, and of the tensors of its pattern, that are kept for the sake of one
 PLAIN = (Tensor, Parameter)
 SIMPLE = (type(None), int, float, str)  # options that equal one another only where they mean the same
 
@@ -40,6 +41,7 @@ class Known:
     problem: Problem
     plan: PatternPlan
     prepared: Prepared
+    strides: tuple[tuple[int, ...], ...]  # of q, k and v as (B, H, L, D), which it is prepared for
     swapped: bool  # layout BLHD
     output: Tensor  # as the output will be, (B, H, L, V), and its shift and total, (2, B, H, L): without memory
     state: Tensor
@@ -77,8 +79,10 @@ class _Known(torch.autograd.Function):
                 grads = grad_output, None
                 gradients = differentiable_gradients(problem, tensors, known.plan, seed, wanted, grads)
             else:
-                saved = output, state[0], state[1]
-                gradients = known.prepared.backward(problem, tensors, seed, saved, grad_output, None, wanted)
+                saved, prepared = (output, state[0], state[1]), known.prepared
+                if tuple(tensor.stride() for tensor in tensors[:3]) != known.strides:  # a hook gave other memory back
+                    prepared = Prepared.of(problem, tensors, known.plan)
+                gradients = prepared.backward(problem, tensors, seed, saved, grad_output, None, wanted)
         return None, None, *gradients[:3]
 
 
@@ -131,14 +135,16 @@ def remember(key: Hashable | None, question: Question, choice: Choice, pattern: 
         return
     problem = question.problem
     plan = pattern_plan(problem)
-    if not plan.pairs:
-        return  # it warns each time
+    held = sum(member.nbytes for member in plan.members) + sum(tensor.nbytes for tensor in problem.pattern.tensors)
+    if not plan.pairs or held > LARGEST:
+        return  # it warns each time; or it is no small call, and the cache of schedules is enough
     blank, rows = question.tensors.query.new_empty(1), (problem.batch, problem.heads, problem.queries)
     _known[key] = Known(
         pattern,
         problem,
         plan,
         Prepared.of(problem, question.tensors, plan),
+        tuple(tensor.stride() for tensor in question.tensors[:3]),
         question.views.layout == "BLHD",
         blank.expand(*rows, problem.value_dim),
         blank.expand(2, *rows),

@@ -106,12 +106,8 @@ class Prepared:
         lse, shift, total = query.new_empty(rows), query.new_empty(rows), query.new_empty(rows)
         max_scores = query.new_empty(rows) if aux.max_scores else None
         entropy = query.new_empty(rows) if aux.entropy else None
-        self.call.forward(
-            torch.get_num_threads(),
-            seed,
-            *map(address, as_the_core_reads(problem, tensors)),
-            *map(address, (output, lse, max_scores, shift, total, entropy)),
-        )
+        every = (*as_the_core_reads(problem, tensors), output, lse, max_scores, shift, total, entropy)
+        self.call.forward(torch.get_num_threads(), seed, *map(address, every))  # `every` lives until the core returns
         return Outcome(output, lse, shift, total, max_scores, entropy), False
 
     def gradients(
@@ -148,16 +144,23 @@ class Prepared:
             for tensor, want in zip(tensors, wanted, strict=True)
         ]
         if tensors.bias is not None and made[3] is not None:  # can be large, and fresh pages come filled with zeros
-            made[3] = torch.zeros(tensors.bias.shape, dtype=problem.dtype)
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+            made[3] = torch.zeros(tensors.bias.shape, dtype=problem.dtype, device=problem.device)
+        grad_output, grad_lse = in_memory(grad_output), None if grad_lse is None else in_memory(grad_lse).contiguous()
         every = (*as_the_core_reads(problem, tensors), *saved, grad_output, grad_lse, *made)
-        self.call.backward(torch.get_num_threads(), seed, grad_output.stride(), *map(address, every))
+        self.call.backward(torch.get_num_threads(), seed, grad_output.stride(), *map(address, every))  # as above
         return Gradients(*(g if g is None or t is None else g.to(t.dtype) for g, t in zip(made, tensors, strict=True)))
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where a tensor's numbers begin; 0 for none."""
+    """Where a tensor's numbers begin; 0 for none. A borrowed pointer: whoever takes it keeps the tensor."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def in_memory(gradient: Tensor) -> Tensor:
+    """A gradient whose numbers lie in memory as they are meant: autograd also hands over lazy negatives and zeros."""
+    if gradient._is_zerotensor():  # noqa: SLF001 - torch has no public way to ask
+        return gradient.clone()
+    return gradient.resolve_neg()
 
 
 def as_the_core_reads(problem: Problem, tensors: Tensors) -> Tensors:
@@ -195,7 +198,7 @@ def native_call(problem: Problem, tensors: Tensors, plan: PatternPlan) -> native
         tensors.key.stride(),
         tensors.value.stride(),
         problem.scale,
-        problem.softcap or 0.0,
+        _softcap(problem),
         bias,
         threshold(problem.dropout_p),
         list(origin.query),
@@ -203,6 +206,13 @@ def native_call(problem: Problem, tensors: Tensors, plan: PatternPlan) -> native
         origin.batch,
         origin.head,
     )
+
+
+def _softcap(problem: Problem) -> float:
+    """The softcap as its type can hold it, 0 for none; beyond these bounds it changes nothing, or leaves nothing."""
+    if problem.softcap is None:
+        return 0.0
+    return problem.softcap if problem.dtype == torch.float64 else min(max(problem.softcap, 1e-37), 1e37)
 
 
 _PLANS: WeakKeyDictionary[PatternPlan, native.Plan] = WeakKeyDictionary()
