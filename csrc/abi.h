@@ -51,7 +51,7 @@ struct Plan {
 
 struct Bias {
   BiasKind kind;
-  Type type;          // of its numbers; float32 and float64 for alibi and relative alike
+  Type type;          // of its numbers; alibi and relative: that of the problem, contiguous
   int64_t size[4];    // tensor: (B or 1, H or 1, L or 1, S or 1); alibi: (H); relative: (H, 2R + 1)
   int64_t stride[4];  // 0 along an axis of size 1
 };
@@ -86,7 +86,7 @@ struct Forward {
 };
 
 // Gradients are contiguous in the order of their tensor's axes and are overwritten; null: not wanted.
-// A bias gradient has the bias's sizes, and comes filled with zeros.
+// A bias gradient is of the problem's type, has the bias's sizes, and comes filled with zeros.
 struct Backward {
   const void *query, *key, *value, *bias, *sinks;
   uint64_t seed;

@@ -33,7 +33,8 @@ struct BiasGradient {
 
   BiasGradient(const Problem& problem, const Backward& data, int64_t tiles) {
     const Bias& bias = problem.bias;
-    if (!data.grad_bias) return;
+    const int64_t numbers = bias.size[0] * bias.size[1] * (bias.kind == BiasKind::tensor ? bias.size[2] * bias.size[3] : 1);
+    if (!data.grad_bias || numbers == 0) return;
     stage = FOR_QUERIES;
     if (bias.kind == BiasKind::tensor && (bias.size[2] > 1 || bias.size[3] > 1)) {
       if (bias.size[2] == 1) stage = FOR_KEYS;
