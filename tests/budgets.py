@@ -14,6 +14,7 @@ p s it rounds as (S + 8)u·(|lse| + Σ p|s| + Σ p|ln p|), which also covers the
 Backward. With dP = dO·V (scaled where dropout kept it), D_i = Σ dO∘O, g the gradient of the lse:
   δS_ij = (p E + τ)|dP - D + g| + (p + τ)[(V + 4)u Σ|dO||V| + ((V + 4)u + E + u_o) Σ|dO|A],
 u_o because the saved output is rounded.
+Among the smallest numbers of a type each product of a sum may lose half their distance, however small it is.
 dV, dQ, dK add products of known size, n terms cost (n + 4)u of their absolute sum. The bias, slopes, table and sinks
 are plain sums over δS and dS with the same rule, n the number of summands. The soft cap multiplies dS by 1 - t², t =
 tanh(x/softcap): 2|t|·e/softcap + 4u relative to dS. A final rounding to a 16-bit type costs u_o of the result.
@@ -116,7 +117,8 @@ def forward(call: Call, truth: oracles.Truth, dtype: torch.dtype, narrow: bool =
     weights = truth.weights.detach()
     dropped = weights if call.keep is None else weights * call.keep * call.drop_scale
     v = plain(call)[2]
-    out = dropped @ v.abs() * (rows + u_p + u_o) + tiny * v.abs().sum(-2, keepdim=True) + floor_of(dtype)
+    denormal = floor_of(dtype) * (1 + weights.shape[-1] * call.drop_scale)
+    out = dropped @ v.abs() * (rows + u_p + u_o) + tiny * v.abs().sum(-2, keepdim=True) + denormal
     finite_lse = torch.where(truth.lse.isfinite(), truth.lse.detach().abs(), 0.0)[..., None]
     log = torch.where(weights > 0, weights.clamp_min(1e-320).log().abs(), 0.0)
     spread = (weights * log).sum(-1, keepdim=True)
@@ -179,7 +181,9 @@ def backward(
     dq = dq + u_o * abs(call.scale) * raw_size @ k.abs()
     dk = dk + u_o * abs(call.scale) * raw_size.mT @ q.abs()
     dv = dv + u_o * (p * stay).mT @ go.abs()
-    found = {"q": dq + floor_of(dtype), "k": ungroup(dk) + floor_of(dtype), "v": ungroup(dv) + floor_of(dtype)}
+    denormal = floor_of(dtype) * max(1.0, abs(call.scale), call.drop_scale)
+    found = {"q": dq + denormal * (1 + keys), "k": ungroup(dk), "v": ungroup(dv)}
+    found |= {name: found[name] + denormal * (1 + queries * group) for name in "kv"}
     if call.sinks is not None:
         at_sink = torch.exp(call.sinks.detach().double()[:, None, None] - truth.lse.detach()[..., None])
         share = at_sink * (rows * centre.abs() + ((width + 4) * u + rows + u_o) * mass)

@@ -660,7 +660,8 @@ def sink_alone(ask: Ask) -> None:
     q, k, v = qkv_of(1, 2, 3, 4)
     keep = torch.tensor([[True, True, True], [False] * 3, [True, False, False]])
     out, aux = ask(q, k, v, sinks=sinks, pattern=qkv.mask(keep=keep), return_aux=qkv.AuxRequest(lse=True))
-    assert not out[:, :, 1].any() and aux.lse[0, :, 1].tolist() == [1.5, -2.0]
+    assert not out[:, :, 1].any()
+    close(aux.lse[0, :, 1], sinks)
     close(out, oracles.attend(q, k, v, keep, sinks=sinks).out)
 
 
@@ -880,8 +881,8 @@ def tril(length: int) -> Tensor:
 
 def largest(ask: Ask, *tensors: Tensor, **options: Any) -> int:
     """The elements of the largest tensor that a call makes; skips where the backend is dense by design."""
-    if getattr(ask, "name", "") != "blockwise":
-        pytest.skip("only blockwise promises memory in proportion to the pattern")
+    if getattr(ask, "name", "") not in {"blockwise", "cpu"}:
+        pytest.skip("only blockwise and cpu promise memory in proportion to the pattern")
     with Largest() as seen:
         ask(*tensors, **options)
     return seen.elements

@@ -1,10 +1,15 @@
-"""What every test runs under: one thread a process, derandomised properties, each device that torch sees."""
+"""Shared by all tests: one thread a process, derandomised properties, each device that torch sees, each backend."""
 
 from __future__ import annotations
+
+import os
+import time
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+import engines
 
 torch.set_num_threads(1)
 
@@ -16,9 +21,17 @@ settings.register_profile("long", max_examples=2000, derandomize=False, print_bl
 
 
 def pytest_configure(config):
-    """Choose the profile that no option named: hypothesis itself would take one by the presence of CI."""
+    """Choose the profile that no option named: hypothesis itself would take one by the presence of CI.
+
+    The long sweep begins at a number that this process draws and its workers inherit.
+    """
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("dev")
+    os.environ.setdefault("QKV_SWEEP_SEED", str(time.time_ns() // 1000 % 10**12))
+
+
+def pytest_report_header(config):
+    return f"long sweep: QKV_SWEEP_SEED={os.environ['QKV_SWEEP_SEED']}"
 
 
 def devices() -> list[str]:
@@ -29,3 +42,10 @@ def devices() -> list[str]:
 @pytest.fixture(params=devices())
 def device(request) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def backend(request):
+    """The name of the backend that answers; tests ask for it through the marks of engines.py."""
+    with engines.using(request.param) as name:
+        yield name

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import cases
+import engines
 import qkv
 
 # What torch's own kernels do not promise.
@@ -45,12 +46,12 @@ def parameters() -> list[Any]:
     return [
         pytest.param(case, name, id=f"{case.number}-{name}-{case.name}", marks=[pytest.mark.long] if case.long else [])
         for case in sorted(cases.CASES, key=lambda case: case.number)
-        for name in ("reference", "blockwise", "sdpa")
-        if not (case.long and name != "blockwise")
+        for name in (*engines.OURS, "sdpa")
+        if not (case.long and name not in {"blockwise", *engines.NATIVE[:1]})
     ]
 
 
-@pytest.mark.parametrize("case, backend", parameters())
+@pytest.mark.parametrize("case, backend", parameters(), indirect=["backend"])
 def test_case(case: cases.Case, backend: str) -> None:
     if backend == "sdpa" and case.number in SDPA_EXCEPTIONS:
         pytest.skip(f"sdpa {SDPA_EXCEPTIONS[case.number]}")

@@ -254,7 +254,7 @@ REPEAT = """
 import hashlib, torch, qkv
 torch.manual_seed(0)
 digest = hashlib.sha256()
-for backend in ("reference", "blockwise"):
+for backend in ("reference", "blockwise", "cpu"):
     for pattern in (None, qkv.causal() & qkv.window(40), qkv.strided(12)):
         q, k, v = (torch.randn(2, 3, 150, 16, requires_grad=True) for _ in range(3))
         out = qkv.attention(q, k, v, pattern=pattern, dropout_p=0.1, backend=backend)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,14 +29,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import budgets
+import engines
 import oracles
 import qkv
 from qkv.errors import DTypeError, UnsupportedError
 from qkv.settings import override
 
-OURS = ("reference", "blockwise")
+OURS = (*engines.TORCH, *engines.NATIVE[:1])
 NAMES = {"cpu", "triton", "flex", "blockwise", "sdpa", "reference"}
-BACKEND = pytest.mark.parametrize("backend", OURS)
 HERE = Path(__file__)
 
 # The mixed calls: pattern, type, and what else is asked for.
@@ -49,7 +50,8 @@ CALLS: list[tuple[str, torch.dtype, str]] = [
     ("bigbird(1, 2, 1, 7, block_size=16)", torch.float32, "offset"),
     ("causal() - window(2)", torch.float64, "dropout sinks"),
 ]
-CALL = pytest.mark.parametrize("number", range(len(CALLS)), ids=[f"{text}, {asked}" for text, _, asked in CALLS])
+TITLES = [f"{text}, {asked}" for text, _, asked in CALLS]
+CALL = pytest.mark.parametrize("number", range(len(CALLS)), ids=TITLES)
 B, H, G, L, S, D, V = 2, 4, 2, 130, 150, 8, 6
 
 
@@ -102,8 +104,21 @@ def digest(tensors: list[Tensor]) -> str:
     return found.hexdigest()
 
 
+ASKED = [
+    (n, engine)
+    for engine in engines.OURS
+    for n, (_, dtype, _) in enumerate(CALLS)
+    if engine in engines.TORCH or dtype not in engines.NARROW
+]
+ANSWERED = pytest.mark.parametrize("number, backend", ASKED, indirect=["backend"])
+
+
 def all_digests() -> dict[str, str]:
-    return {f"{backend} {n}": digest(answer(n, backend)) for backend in OURS for n in range(len(CALLS))}
+    found = {}
+    for n, engine in ASKED:
+        with engines.using(engine) as backend:
+            found[f"{engine} {n}"] = digest(answer(n, backend))
+    return found
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -124,11 +139,10 @@ def fresh(kind: str, **environment: str) -> Any:
 # The same bits
 
 
-@BACKEND
-@CALL
+@ANSWERED
 def test_the_same_call_gives_the_same_bits(number: int, backend: str) -> None:
     first = answer(number, backend)
-    answer((number + 1) % len(CALLS), backend)
+    answer((number + 1) % len(CALLS), "blockwise")
     assert same(first, answer(number, backend))
     assert all(x.isfinite().all() for x in [first[0], *first[2:]])
 
@@ -160,7 +174,8 @@ THREADS, EACH = 8, 30
 
 def test_threads_give_the_bits_of_a_serial_run() -> None:
     """Pattern objects are shared and new, so that the threads compile them at once; half of them keep no plans."""
-    wanted = {(n, backend): answer(n, backend) for backend in OURS for n in range(len(CALLS))}
+    asked = [(n, engine.partition("-")[0]) for n, engine in ASKED if engine in OURS]
+    wanted = {pair: answer(*pair) for pair in asked}
     patterns = [qkv.parse(text) for text, _, _ in CALLS]
     start, wrong = threading.Barrier(THREADS), []
 
@@ -168,7 +183,7 @@ def test_threads_give_the_bits_of_a_serial_run() -> None:
         start.wait()
         with override("QKV_PLAN_CACHE_MB", 0) if thread % 2 else contextlib.nullcontext():
             for k in range(EACH):
-                n, backend = (3 * thread + k) % len(CALLS), OURS[(thread + k // len(CALLS)) % 2]
+                n, backend = asked[(7 * thread + k) % len(asked)]
                 if not same(answer(n, backend, patterns[n]), wanted[n, backend]):
                     wrong.append((n, backend))
                 done[thread] += 1
@@ -189,14 +204,11 @@ def test_threads_give_the_bits_of_a_serial_run() -> None:
 # Modes of torch
 
 
-@BACKEND
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@CALL
+@ANSWERED
 def test_no_gradient_changes_no_bit(number: int, mode: Any, backend: str) -> None:
     """The first call of each pattern object runs without gradients: what it leaves in caches must serve the second."""
-    pattern = qkv.parse(CALLS[number][0]) & qkv.prefix(
-        1000 + number + 10 * OURS.index(backend) + (mode is torch.no_grad)
-    )
+    pattern = qkv.parse(CALLS[number][0]) & qkv.prefix(1000 + next(FRESH))
     with mode():
         tensors, options, _ = question(number, pattern)
         out, aux = qkv.attention(*tensors, **options, backend=backend, return_aux=qkv.AuxRequest(lse=True))
@@ -205,12 +217,13 @@ def test_no_gradient_changes_no_bit(number: int, mode: Any, backend: str) -> Non
     assert same([out, aux.lse], answer(number, backend, pattern)[:2])
 
 
+FRESH = itertools.count()
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", [*OURS, "torch signature"])
+@pytest.mark.parametrize("backend", [*engines.TORCH, "torch signature"])
 def test_autocast_gives_what_torch_gives(dtype: torch.dtype, cast: torch.dtype, backend: str) -> None:
     tensors = [normal(B, H, n, D, dtype=dtype, seed=n).requires_grad_() for n in (20, 30, 30)]
     tensors = [tensors[0], tensors[1], (tensors[2].detach() + 1).requires_grad_()]
@@ -245,7 +258,7 @@ def test_autocast_mends_mixed_types_and_only_where_torch_does() -> None:
 # Random numbers
 
 
-@BACKEND
+@engines.EACH
 def test_manual_seed_reproduces_a_dropped_call(backend: str) -> None:
     def call(**options: Any) -> Tensor:
         return qkv.attention(q, k, torch.eye(S), dropout_p=0.5, backend=backend, **options)
@@ -342,9 +355,11 @@ def on_meta(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @CALL
-@pytest.mark.parametrize("backend", ["auto", *OURS])
+@pytest.mark.parametrize("backend", ["auto", *engines.TORCH, "cpu"])
 def test_plan_of_meta_tensors_is_that_of_real_ones(number: int, backend: str) -> None:
     tensors, options, _ = question(number)
+    if backend == "cpu" and tensors[0].dtype in engines.NARROW:
+        pytest.skip("cpu refuses 16-bit types")
     real = qkv.plan(*tensors, **options, backend=backend)
     meta = qkv.plan(*(x.to("meta") for x in tensors), **on_meta(options), backend=backend)
     assert meta.problem.device.type == "meta"
@@ -393,7 +408,7 @@ def test_refusals_say_of_every_other_backend_why_not(options: dict[str, Any], wo
     """What `plan` says is what happens: a named backend runs, or is refused with just those reasons."""
     x = normal(B, H, 6, 4)
     because = qkv.plan(x, x, x, **options).refusals
-    able = {"reference", "blockwise"} | ({"sdpa"} if not word else set())
+    able = {"cpu", "reference", "blockwise"} | ({"sdpa"} if not word else set())
     if asked not in able | {"auto"}:
         for ask in (qkv.plan, qkv.attention):
             with pytest.raises(UnsupportedError) as caught:
@@ -402,7 +417,7 @@ def test_refusals_say_of_every_other_backend_why_not(options: dict[str, Any], wo
             assert str(caught.value).count("; ") == 2
         return
     found = qkv.plan(x, x, x, **options, backend=asked)
-    assert found.backend == (asked if asked != "auto" else "blockwise")
+    assert found.backend == (asked if asked != "auto" else "cpu")
     assert set(found.refusals) == NAMES - {found.backend}
     for name, reasons in found.refusals.items():
         assert reasons and all(reasons)
@@ -423,7 +438,7 @@ def windowed(tokens: int, backend: str, **options: Any) -> Made:
     return made
 
 
-@pytest.mark.parametrize("backend", ["auto", "blockwise"])
+@pytest.mark.parametrize("backend", ["auto", "blockwise", "cpu"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -449,7 +464,10 @@ def test_the_square_of_the_reference_is_seen() -> None:
 
 HEADS, WIDTH = 2, 64
 Asked = tuple[int, str, str, bool]  # tokens, pattern, backend, whether backward too
-WINDOW: list[Asked] = [(n, "window(255)", "blockwise", back) for back in (False, True) for n in (4096, 8192, 16384)]
+SPARSE = ("blockwise", "cpu")
+WINDOW: list[Asked] = [
+    (n, "window(255)", backend, back) for backend in SPARSE for back in (False, True) for n in (4096, 8192, 16384)
+]
 DENSE: Asked = (1024, "full()", "reference", False)
 
 
@@ -500,12 +518,12 @@ def test_memory_of_a_window_follows_the_inputs() -> None:
     peaks = dict(zip([*WINDOW, DENSE], fresh("memory"), strict=True))
     row, inputs = HEADS * WIDTH * 4, 3 * HEADS * WIDTH * 4  # bytes a token
     assert peaks[DENSE] > HEADS * DENSE[0] ** 2 * 4 and peaks[DENSE] > 3 * inputs * DENSE[0], "a square is not seen"
-    for back in (False, True):
-        by_tokens = {asked[0]: peak for asked, peak in peaks.items() if asked in WINDOW and asked[3] == back}
+    for backend, back in itertools.product(SPARSE, (False, True)):
+        by_tokens = {asked[0]: peak for asked, peak in peaks.items() if asked[1:] == ("window(255)", backend, back)}
         assert all(peak > tokens * row for tokens, peak in by_tokens.items()), f"{by_tokens}: no room for the output"
         assert by_tokens[8192] < 3 * inputs * 8192, by_tokens
         assert by_tokens[16384] < 6 * by_tokens[4096], by_tokens
-    for asked in [*WINDOW[:3], DENSE]:
+    for asked in [*(one for one in WINDOW if not one[3]), DENSE]:
         x = torch.empty(1, HEADS, asked[0], WIDTH, device="meta")
         predicted = qkv.plan(x, x, x, pattern=qkv.parse(asked[1]), backend=asked[2]).peak_bytes
         assert predicted / 3 < peaks[asked] <= 1.1 * predicted + (1 << 20), asked
@@ -541,7 +559,7 @@ seen.append(look())
 import qkv.cli.main, qkv.explain, qkv.models
 seen.append(look())
 x = torch.arange(24.0).reshape(6, 4)
-for backend in ("reference", "blockwise", "sdpa"):
+for backend in ("reference", "blockwise", "cpu", "sdpa"):
     qkv.attention(x, x, x, pattern=qkv.window(2), backend=backend)
 seen.append(look())
 print(json.dumps(seen))

@@ -152,7 +152,7 @@ BAD_OPTIONS: dict[str, list[Bad]] = {
     "layout": each(UnknownName, "bhld", "BHDL", "", None, 4, ["BHLD"], np.zeros(2)),
     "backend": [
         *each(UnknownName, "block", "Reference", "", None, 3, ["auto"], np.zeros(2)),
-        *each(UnsupportedError, "cpu", "flex", "triton"),
+        *each(UnsupportedError, "flex", "triton"),
     ],
     "query_offset": [
         *each(DTypeError, 1.0, True, "12", 1j, {0}, np.array(1.5), np.zeros(1, dtype=int), no(), [0.5]),
@@ -297,7 +297,7 @@ def plain_calls(draw: st.DrawFn) -> Plain:
         "dropout_p": draw(choice(0.0, 0.0, 0, 0.1, 0.9, np.float64(0.5))),
         "generator": torch.Generator().manual_seed(seed),
         "layout": "BLHD" if axes.endswith("LHD") else "BHLD",
-        "backend": draw(choice("auto", "reference", "blockwise", "blockwise", "sdpa")),
+        "backend": draw(choice("auto", "reference", "blockwise", "cpu", "cpu", "sdpa")),
         "return_aux": draw(requests(z)),
     }
     options |= draw(offset_options(z, case.pattern))
@@ -639,7 +639,7 @@ def test_an_empty_attn_mask_of_several_rows_is_a_good_one(queries, keys, make) -
     assert qkv.scaled_dot_product_attention(q, k, k, mask).equal(no(2, 1, queries, 4))
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "blockwise"])
+@pytest.mark.parametrize("backend", ["auto", "reference", "blockwise", "cpu"])
 def test_a_call_without_numbers_gives_a_form_or_one_error(backend) -> None:
     given_ = {name: x.to("meta") for name, x in zip(ALL, BASE.tensors, strict=True)}
     got = outcome(qkv.attention, {**given_, "backend": backend, "pattern": qkv.causal()}, {}, BASE.sizes)[0]

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import engines
 import qkv
 from qkv.errors import MaskError, PatternSyntaxError, ShapeError, UnsupportedError, ValueOutOfRange
 from qkv.settings import override
 
-BOTH = pytest.mark.parametrize("backend", ["reference", "blockwise"])
+OURS = engines.ONE_NATIVE
 
 
 def inputs(length=12, heads=2, width=4, dtype=torch.float64):
@@ -22,7 +23,7 @@ def inputs(length=12, heads=2, width=4, dtype=torch.float64):
     return [torch.randn(1, heads, length, width, generator=g, dtype=torch.float64).to(dtype) for _ in range(3)]
 
 
-@BOTH
+@OURS
 def test_activation_checkpoints_that_recompute_work(backend):
     x = inputs()[0].requires_grad_()
 
@@ -34,7 +35,7 @@ def test_activation_checkpoints_that_recompute_work(backend):
     assert torch.equal(plain, saved)
 
 
-@BOTH
+@OURS
 def test_create_graph_where_only_the_value_has_a_gradient(backend):
     q, k, v = inputs()
     v.requires_grad_()
@@ -44,7 +45,7 @@ def test_create_graph_where_only_the_value_has_a_gradient(backend):
     assert second.isfinite().all() and second.any()
 
 
-@BOTH
+@OURS
 def test_create_graph_where_nothing_is_seen(backend):
     q, k, v = (x.requires_grad_() for x in inputs())
     with pytest.warns(qkv.errors.InvertedMaskWarning):
@@ -53,7 +54,7 @@ def test_create_graph_where_nothing_is_seen(backend):
     assert not any(g is not None and g.any() for g in grads)
 
 
-@BOTH
+@OURS
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
 def test_hidden_content_stays_hidden_where_gradients_are_differentiated(options, bad, backend):
@@ -70,7 +71,7 @@ def test_hidden_content_stays_hidden_where_gradients_are_differentiated(options,
         torch.testing.assert_close(a, b)
 
 
-@BOTH
+@OURS
 def test_a_sink_of_minus_infinity_is_no_sink(backend):
     q, k, v = inputs()
     pattern = qkv.causal() & ~qkv.prefix(5)
@@ -108,7 +109,7 @@ def test_torch_signature_takes_mixed_types_under_autocast():
     assert torch.equal(mixed, cast)
 
 
-@BOTH
+@OURS
 def test_a_wide_finite_bias_stays_finite(backend):
     q, k, v = inputs(dtype=torch.float32)
     bias = torch.zeros(12, 12, dtype=torch.float64)
@@ -117,7 +118,7 @@ def test_a_wide_finite_bias_stays_finite(backend):
     torch.testing.assert_close(got[:, :, 0], v.mean(dim=2))
 
 
-@BOTH
+@OURS
 def test_hidden_nan_is_seen_without_value_columns(backend):
     q, k, v = inputs()
     k[..., 4, :] = math.nan
@@ -127,7 +128,7 @@ def test_hidden_nan_is_seen_without_value_columns(backend):
     assert aux.lse.isfinite().all()
 
 
-@BOTH
+@OURS
 def test_meta_tensors_give_meta_results(backend):
     q, k, v = (x.to("meta").requires_grad_() for x in inputs())
     out = qkv.attention(q, k, v, pattern=qkv.strided(3), dropout_p=0.1, backend=backend)

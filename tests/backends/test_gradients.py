@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
+import engines
 import oracles
 import qkv
 
-OURS = pytest.mark.parametrize("backend", ["reference", "blockwise"])
+OURS = engines.ONE_NATIVE
+EACH = engines.EACH
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -71,7 +73,7 @@ def call_of(name: str, backend: str, aux: bool = False) -> tuple[Callable[..., A
     return call, [x.clone().requires_grad_() for x in [*tensors(), *extra]]
 
 
-@OURS
+@EACH
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_first_derivatives(name: str, backend: str) -> None:
     call, leaves = call_of(name, backend)
@@ -149,7 +151,7 @@ def test_gradients_by_sample(name: str, backend: str) -> None:
             torch.testing.assert_close(a[n], b, rtol=1e-12, atol=1e-12)
 
 
-@OURS
+@EACH
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (4,), (0, 2), (1, 3), (2, 4)])
 def test_any_subset_may_want_a_gradient(wanted: tuple[int, ...], backend: str) -> None:
     leaves = [*tensors(), normal(1, 1, 3, 4, seed=4), normal(2, seed=5)]
@@ -176,7 +178,7 @@ def test_no_gradient_no_graph(backend: str) -> None:
         assert not qkv.attention(q, k, v, backend=backend).requires_grad
 
 
-@OURS
+@EACH
 @pytest.mark.parametrize("pattern", ["none", "causal", "strided"])
 def test_gradient_of_the_output_in_any_layout(pattern: str, backend: str) -> None:
     leaves = [x.requires_grad_() for x in tensors(batch=2, heads=4, groups=2, queries=70, keys=70, width=4)]
@@ -199,7 +201,7 @@ def test_gradient_of_the_output_in_any_layout(pattern: str, backend: str) -> Non
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@OURS
+@EACH
 def test_expanded_inputs_sum_their_gradients(backend: str) -> None:
     q, k, v = (
         normal(1, 1, 5, 4).requires_grad_(),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import engines
 import oracles
 import qkv
 
-OURS = pytest.mark.parametrize("backend", ["reference", "blockwise"])
+OURS = engines.EACH
 POISON = pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+DTYPES = engines.each_with(torch.float64, torch.float32, torch.bfloat16)
 LENGTH = 150
 
 # pattern, the keys that it hides from every query of the call
@@ -53,7 +55,6 @@ def run(tensors: list[Tensor], backend: str, live: Tensor | None = None, **optio
     return [out.detach(), aux.lse.detach(), *torch.autograd.grad(out[:, :, rows].square().sum(), leaves)]
 
 
-@OURS
 @POISON
 @DTYPES
 @pytest.mark.parametrize("name", PATTERNS)
@@ -113,7 +114,6 @@ def test_all_keys_nan_make_all_rows_nan(backend: str) -> None:
     assert out.isnan().all()
 
 
-@OURS
 @DTYPES
 def test_nan_in_a_query_that_sees_nothing_stays_zero(dtype: torch.dtype, backend: str) -> None:
     """Row 63: the rows 0 and 1 see no key, whatever they hold; dk and dv do not feel them either."""
@@ -207,7 +207,6 @@ def test_hidden_entries_of_a_bias_do_not_matter(backend: str) -> None:
     assert not grads[0][hidden].any() and grads[0][~hidden].any()
 
 
-@OURS
 @DTYPES
 @pytest.mark.parametrize(
     "pattern", ["full()", "causal()", "sliding_window(20)", "strided(12)", "fixed(16)", "dilated(3, 3, dilation=5)"]
@@ -230,3 +229,77 @@ def haloed(x: Tensor, fill: float) -> Tensor:
     view = room[1:-1, 1:-1, 3 : 3 + 2 * x.shape[2] : 2, 3:-3]
     view.copy_(x)
     return view.detach()
+
+
+# What else a call may hold: the options, from leaves of these shapes that want a gradient (after q, k and v).
+MORE: dict[str, tuple[Callable[..., dict[str, Any]], list[tuple[int, ...]]]] = {
+    "softcap": (lambda: {"softcap": 2.0}, []),
+    "dropout": (lambda: {"dropout_p": 0.3, "generator": torch.Generator().manual_seed(1)}, []),
+    "sinks": (lambda x: {"sinks": x}, [(2,)]),
+    "alibi": (lambda x: {"bias": qkv.alibi(x)}, [(2,)]),
+    "relative": (lambda x: {"bias": qkv.relative(x)}, [(2, 41)]),
+    "bias": (lambda x: {"bias": x}, [(1, 2, LENGTH, LENGTH)]),
+    "bias of keys": (lambda x: {"bias": x}, [(1, 1, 1, LENGTH)]),
+    "bias and sinks": (lambda x, y: {"bias": x, "sinks": y, "softcap": 3.0}, [(LENGTH, LENGTH), (2,)]),
+}
+
+
+def run_with(tensors: list[Tensor], more: str, backend: str, fill: float = 1.0, **options: Any) -> list[Tensor]:
+    """Output, lse and all gradients; the gradient that comes into row 140 holds `fill`."""
+    options_of, shapes = MORE[more]
+    g = torch.Generator().manual_seed(5)
+    rest = [torch.randn(*shape, generator=g, dtype=torch.float64).to(tensors[0].dtype) for shape in shapes]
+    rest = [x.requires_grad_() for x in rest]
+    leaves = [*(x.detach().clone().requires_grad_() for x in tensors), *rest]
+    options |= options_of(*rest)
+    out, aux = qkv.attention(*leaves[:3], backend=backend, return_aux=qkv.AuxRequest(lse=True), **options)
+    g = torch.ones_like(out)
+    g[:, :, 140] = fill
+    return [out.detach(), aux.lse.detach(), *torch.autograd.grad(out, leaves, g)]
+
+
+def wide_inputs(dtype: torch.dtype) -> list[Tensor]:
+    """More than a vector of lanes, and no whole number of them."""
+    g = torch.Generator().manual_seed(0)
+    shapes = ((1, 2, LENGTH, 37), (1, 1, LENGTH, 37), (1, 1, LENGTH, 70))
+    return [torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@OURS
+@pytest.mark.parametrize("more", MORE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_content_of_hidden_keys_changes_no_gradient_of_anything(more: str, dtype: torch.dtype, backend: str) -> None:
+    for name in ("causal_padding", "strided_padding", "columns"):
+        pattern, rule = PATTERNS[name]
+        hidden = ~oracles.dense(rule, (1, 1, LENGTH, LENGTH))[0, 0].any(0)
+        for tensors in (inputs(dtype), wide_inputs(dtype)):
+            clean = run_with(tensors, more, backend, pattern=pattern())
+            for poison in (math.nan, -math.inf):
+                for index in (1, 2):
+                    tensors[index][:, :, hidden] = poison
+                got = run_with(tensors, more, backend, pattern=pattern())
+                for n, (a, b) in enumerate(zip(clean, got, strict=True)):
+                    assert torch.equal(a, b), f"result {n} changes with hidden {poison} under {name}"
+
+
+@OURS
+@pytest.mark.parametrize("more", MORE)
+def test_a_poisoned_row_stays_alone_whatever_else_the_call_holds(more: str, backend: str) -> None:
+    """The query of row 140, then the gradient of its output: no other row, and no key that it does not see."""
+    others, unseen = torch.arange(LENGTH) != 140, slice(141, None)
+    clean = run_with(wide_inputs(torch.float32), more, backend, pattern=qkv.causal())
+    dirty = wide_inputs(torch.float32)
+    dirty[0][:, :, 140] = math.nan
+    for got in (
+        run_with(dirty, more, backend, pattern=qkv.causal()),
+        run_with(wide_inputs(torch.float32), more, backend, fill=math.inf, pattern=qkv.causal()),
+    ):
+        for n in (0, 1, 2):
+            assert torch.equal(got[n][:, :, others], clean[n][:, :, others]), f"result {n} of the other rows"
+        for n in (3, 4):
+            assert torch.equal(got[n][:, :, unseen], clean[n][:, :, unseen]), f"result {n} of keys that it does not see"
+        if more.startswith("bias"):
+            rows = got[5].shape[-2] > 1
+            kept = (slice(None), others) if rows else (slice(None), slice(141, None))
+            a, b = ((x[5].reshape(-1, LENGTH, LENGTH) if rows else x[5].reshape(1, LENGTH)) for x in (got, clean))
+            assert torch.equal(a[kept], b[kept]), "the gradient of the bias"

@@ -1,0 +1,291 @@
+"""The native core as a guest of its process: forks, Ctrl-C, threads of Python, nothing changed, nothing kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import configurations
+import engines
+import qkv
+from configurations import call_of, differing
+from exams import threads
+from qkv.backends import extension
+
+MADE = configurations.configurations(24)
+
+
+def light(made: configurations.Configuration) -> bool:
+    """Whether torch's own operations on the tensors of a call use one thread: with more they hang in a forked child."""
+    tensors = call_of(made).tensors.values()
+    return "mask" not in made.pattern and max(x.numel() for x in tensors) < 32768
+
+
+LIGHT = [made for made in MADE if light(made)]
+
+
+def script(text: str, **options: object) -> subprocess.Popen[str]:
+    """A new process that runs a text, with its output to be read."""
+    paths = os.pathsep.join([str(Path(configurations.__file__).parent), *sys.path])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", text], env=environment, text=True, stdout=subprocess.PIPE, **options)
+
+
+# Forks
+
+FORK = """
+import os, sys, threading, time, torch
+from configurations import call_of, configurations, digest
+
+torch.set_num_threads(4)
+made = [configurations(24)[number] for number in NUMBERS]
+
+def digests():
+    return [digest(call_of(one).answer("cpu")) for one in made]
+
+def work():
+    while not done:
+        call_of(made[0]).answer("cpu")
+
+want = digests()
+done = []
+other = threading.Thread(target=work)
+other.start()  # the fork comes in the middle of its calls
+for depth in range(3):  # a child, a child of that child
+    child = os.fork()
+    if child:
+        deadline = time.monotonic() + 20
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not ended[0]:
+            os.kill(child, 9)
+            print("the child hangs", flush=True)
+        same = digests() == want  # the parent goes on as before
+        done.append(1)
+        other.join() if depth == 0 else None
+        code = 0 if ended[0] and os.waitstatus_to_exitcode(ended[1]) == 0 and same else 1
+        os._exit(code) if depth else sys.exit(code)
+    if digests() != want:
+        os._exit(2)
+os._exit(0)
+"""
+
+
+def test_a_forked_child_computes_and_forks_again() -> None:
+    """All with four threads, from a parent whose threads are at work."""
+    assert len(LIGHT) > 8
+    child = script(FORK.replace("NUMBERS", str([made.number for made in LIGHT])))
+    out, _ = child.communicate(timeout=100)
+    assert child.returncode == 0, out
+
+
+class Attended(Dataset):
+    """Answers, computed where the loader asks."""
+
+    def __len__(self) -> int:
+        return len(LIGHT)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        with threads(2):
+            return call_of(LIGHT[number]).answer("cpu")
+
+
+def first_of(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return batch[0]
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.long)])
+def test_workers_of_a_data_loader(way: str) -> None:
+    data = Attended()
+    want = [data[number] for number in range(len(data))]
+    loader = DataLoader(data, num_workers=1, collate_fn=first_of, multiprocessing_context=way, timeout=60)
+    found = list(loader)
+    assert len(found) == len(want) and not any(differing(a, b) for a, b in zip(want, found, strict=True))
+
+
+# Signals
+
+INTERRUPT = """
+import time, torch, qkv
+
+def long_call(tokens, heads=1):
+    return [torch.randn(1, heads, tokens, 64, dtype=torch.float64).requires_grad_(heads == 1) for _ in range(3)]
+
+def interrupted(work):
+    print("ready", flush=True)
+    try:
+        work()
+    except KeyboardInterrupt:
+        print(time.monotonic(), flush=True)
+    else:
+        print("finished before it was interrupted", flush=True)
+    assert torch.equal(want, qkv.attention(x, x, x, backend="cpu"))
+
+x = torch.randn(1, 2, 100, 8)
+want = qkv.attention(x, x, x, backend="cpu")
+huge, large = long_call(60_000, 2), long_call(7_000)
+first = qkv.attention(*long_call(8), backend="cpu")
+first.backward(first.detach())  # torch imports more when it first does this
+for threads in (1, 3):
+    torch.set_num_threads(threads)
+    interrupted(lambda: qkv.attention(*huge, backend="cpu"))
+    out = qkv.attention(*large, backend="cpu")
+    interrupted(lambda: out.backward(out.detach()))
+"""
+
+
+def test_ctrl_c_ends_a_long_call(record_property) -> None:
+    """Forward and backward, with one thread and with three; the next call is right. The aim is half a second."""
+    delays = []
+    with script(INTERRUPT) as child:
+        for _ in range(4):
+            assert child.stdout.readline() == "ready\n"
+            time.sleep(0.6)
+            sent = time.monotonic()
+            child.send_signal(signal.SIGINT)
+            delays.append(float(child.stdout.readline()) - sent)
+        assert child.wait(60) == 0
+    record_property("seconds until KeyboardInterrupt", delays)
+    print("seconds until KeyboardInterrupt:", [f"{delay:.3f}" for delay in delays])
+    assert max(delays) < 5
+
+
+class Stopped(Exception):
+    """What a handler of a program's own raises."""
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_handlers_of_the_program_run_during_a_call(stops: bool) -> None:
+    """One that returns lets the call go on; what one raises comes out of the call."""
+    heard = []
+
+    def handler(number: int, frame: object) -> None:
+        heard.append(number)
+        if stops:
+            raise Stopped
+
+    q = torch.randn(1, 1, 4096, 64, dtype=torch.float64)
+    before = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    try:
+        want = qkv.attention(q, q, q, backend="cpu")
+        timer.start()
+        if stops:
+            with pytest.raises(Stopped):
+                qkv.attention(q, q, q, backend="cpu")
+        else:
+            assert torch.equal(want, qkv.attention(q, q, q, backend="cpu"))
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1]
+
+
+# Threads of Python
+
+
+@engines.EACH_NATIVE
+def test_calls_from_eight_threads_give_the_bits_of_a_serial_run(backend: str) -> None:
+    """Each with two threads of its own, forward and backward."""
+    calls = [call_of(made) for made in MADE]
+    want = [call.answer(backend) for call in calls]
+    start, wrong, done = threading.Barrier(8), [], []
+
+    def work(first: int) -> None:
+        start.wait()
+        torch.set_num_threads(2)
+        for k in range(2 * len(calls)):
+            number = (5 * first + k) % len(calls)
+            wrong.extend(differing(want[number], calls[number].answer(backend)))
+        done.append(first)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert sorted(done) == list(range(8)) and not wrong
+
+
+# The process
+
+
+def test_no_openmp_comes_with_the_core() -> None:
+    """Neither a library to load nor a function to call."""
+    found = Path(extension.native.__file__).read_bytes()
+    assert b"libc" in found, "not what the linker wrote"
+    assert not any(name in found for name in (b"libgomp", b"libomp", b"libiomp", b"GOMP_", b"__kmpc"))
+
+
+GUEST = """
+import json, locale, os, signal, threading, torch
+import numpy as np
+
+def look():
+    tiny = [torch.tensor([x], dtype=d) * 1.0 for x, d in ((1e-310, torch.float64), (1e-40, torch.float32))]
+    return {
+        "denormal numbers": [x.item() for x in tiny] + [float(np.float64(1e-310) / 2.0)],
+        "rounding": [1.0 + 2.0**-53, 1.0 + 3 * 2.0**-54, float(np.float32(1) / np.float32(3))],
+        "threads": [torch.get_num_threads(), threading.active_count()],
+        "signals": [str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGSEGV)],
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "openmp": sorted({line.split("/")[-1] for line in open("/proc/self/maps") if "omp" in line.split("/")[-1]}),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "place": [os.getcwd(), sorted(os.environ)],
+    }
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+seen = [look()]
+import qkv
+seen.append(look())
+from configurations import call_of, configurations
+import engines
+calls = [call_of(made) for made in configurations(10)]
+torch.set_num_threads(3)
+for name in engines.NATIVE:
+    with engines.using(name) as backend:
+        for call in calls:
+            call.answer(backend)
+torch.set_num_threads(1)
+seen.append(look())
+torch.set_num_threads(2)
+small = sorted(calls, key=lambda call: call.tensors["q"].numel() * call.of.shape[3])[:3]
+growth = []
+for round in range(5):
+    before = resident()
+    for k in range(500):
+        small[k % len(small)].answer("cpu")
+    growth.append(resident() - before)
+print(json.dumps({"seen": seen, "growth": growth, "tasks": tasks()}))
+"""
+
+
+def test_process_is_left_alone() -> None:
+    """Its state is that before the import; 2,500 calls leave no memory and no thread behind."""
+    child = script(GUEST)
+    out, _ = child.communicate(timeout=100)
+    assert child.returncode == 0
+    found = json.loads(out)
+    before, *after = found["seen"]
+    assert all(before["denormal numbers"])
+    for step, seen in zip(("import qkv", "calls"), after, strict=True):
+        for what, value in before.items():
+            assert seen[what] == value, f"{step} changed {what}"
+    assert sum(found["growth"][1:]) < 2000 * 1024, found["growth"]
+    assert found["tasks"] < 12, "threads pile up"
