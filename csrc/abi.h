@@ -29,7 +29,7 @@ struct Schedule {
 
 // One attention of its own over a subset of the pairs. Slots stand for rows of the call; null rows: slot i is row i.
 struct Part {
-  const int32_t* query_rows;  // row of each slot, -1 for padding
+  const int32_t* query_rows;  // row of each slot, -1 for padding, which lies in no full tile
   int64_t query_count;
   const int32_t* key_rows;
   int64_t key_count;
