@@ -21,7 +21,7 @@ import engines
 import qkv
 
 BATCH = 3
-LONGEST = 330  # keys; more than four tiles
+LONGEST = 600  # keys; more than two groups of four tiles
 Rows = slice | list[int]
 
 
@@ -33,7 +33,7 @@ LENGTHS = torch.tensor([LONGEST, 65, 190])
 IDS = torch.arange(LONGEST) // 47 % 5
 IDS_OF_ROWS = torch.stack([torch.arange(LONGEST) // n % 4 for n in (31, 64, 100)])
 KEEP = normal(BATCH, LONGEST, seed=1) > -1
-TILES = normal(BATCH, 1, 21, 21, seed=2) > 0
+TILES = normal(BATCH, 1, 38, 38, seed=2) > 0
 MASK = normal(LONGEST, LONGEST, seed=3) > 0
 MASKS = normal(BATCH, 1, LONGEST, LONGEST, seed=4) > 0.5
 
@@ -79,6 +79,7 @@ SHAPES = [  # H, G, L, S, D, V
     (3, 1, 64, 200, 16, 24),
     (2, 2, 129, 128, 1, 3),
     (1, 1, 320, 320, 3, 64),
+    (1, 1, 590, 600, 8, 8),
     (4, 4, 31, 96, 128, 80),
 ]
 BIASES: dict[str, tuple[int, ...] | None] = {  # axes that are 1
@@ -119,7 +120,7 @@ def configurations(count: int) -> list[Configuration]:
     made = []
     for n in range(count):
         pattern = list(PATTERNS)[n % len(PATTERNS)]
-        shape = (4, 2, 130, 130, 17, 17) if pattern == "per_head" else SHAPES[n * 2 % len(SHAPES)]
+        shape = (4, 2, 130, 130, 17, 17) if pattern == "per_head" else SHAPES[n * 3 % len(SHAPES)]
         options = ({}, {"dropout_p": 0.2}, {}, {"softcap": 2.0})[n % 4]
         dtype = (torch.float32, torch.float64, torch.float32)[n % 3]
         made.append(Configuration(n, pattern, shape, list(BIASES)[n % len(BIASES)], dtype, options, n % 5 == 1))

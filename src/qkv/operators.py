@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
 from qkv.backends.autograd import Engine, Wanted, differentiable_gradients, transformed
-from qkv.backends.base import Backend, Gradients, Outcome, pattern_plan, without_autocast
+from qkv.backends.base import Backend, Gradients, Incoming, Outcome, Work, pattern_plan, without_autocast
 from qkv.backends.cpu import Cpu, Prepared
 from qkv.backends.online import forward
 from qkv.dispatch import choose
@@ -140,7 +140,7 @@ def _work_out(tensors: Tensors, pattern: Pattern, options: Options) -> Understoo
     )
     backend, plan = choose(problem, options.backend).backend, pattern_plan(problem)
     if isinstance(backend, Cpu):
-        return Understood(problem, plan, Prepared.of(problem, tensors, plan), backend)
+        return Understood(problem, plan, Prepared.of(Work(problem, tensors, plan, 0)), backend)
     return Understood(problem, plan, backend if isinstance(backend, Engine) else None, backend)
 
 
@@ -161,7 +161,7 @@ def _answered(asked: Asked) -> tuple[Tensor, ...]:
     problem, plan, engine, backend = understood(asked)
     with torch.no_grad(), without_autocast(problem.device):
         if engine is not None:
-            outcome, careful = engine.answer(problem, tensors, plan, seed)
+            outcome, careful = engine.answer(Work(problem, tensors, plan, seed))
             return _fields(problem, outcome, CAREFUL if careful else PLAIN)
         output, lse, top, entropy = backend.run(problem, tensors, seed)
         if lse.ndim != 3:  # it makes none
@@ -180,10 +180,8 @@ def _attention_backward(*arguments: Any) -> tuple[Tensor, ...]:
         else:
             outcome = Outcome(output, lse, shift, total, None, None)
             grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-            careful = how == CAREFUL
-            found = engine.gradients(
-                problem, tensors, plan, seed, outcome, grad_output, grad_lse, wanted, careful=careful
-            )
+            work, incoming = Work(problem, tensors, plan, seed), Incoming(grad_output, grad_lse)
+            found = engine.gradients(work, outcome, incoming, wanted, careful=how == CAREFUL)
     return tuple(
         tensors.query.new_empty(0) if t is None or not want else torch.zeros_like(t) if grad is None else _owned(grad)
         for grad, t, want in zip(found, tensors, wanted, strict=True)

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from qkv.backends.autograd import differentiable_gradients
-from qkv.backends.base import pattern_plan, without_autocast
+from qkv.backends.base import Incoming, Work, pattern_plan, without_autocast
 from qkv.backends.cpu import Cpu, Prepared
 from qkv.dispatch import Choice
 from qkv.dropout import draw_seed
@@ -72,17 +72,17 @@ class _Known(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         known, seed = ctx.question
         query, key, value, output, state = ctx.saved_tensors
-        problem, tensors = known.problem, Tensors(query, key, value)
+        work = Work(known.problem, Tensors(query, key, value), known.plan, seed)
         wanted = (*ctx.needs_input_grad[2:], False, False)
-        with without_autocast(problem.device):
+        with without_autocast(query.device):
             if torch.is_grad_enabled():
                 grads = grad_output, None
-                gradients = differentiable_gradients(problem, tensors, known.plan, seed, wanted, grads)
+                gradients = differentiable_gradients(*work, wanted, grads)
             else:
                 saved, prepared = (output, state[0], state[1]), known.prepared
-                if tuple(tensor.stride() for tensor in tensors[:3]) != known.strides:  # a hook gave other memory back
-                    prepared = Prepared.of(problem, tensors, known.plan)
-                gradients = prepared.backward(problem, tensors, seed, saved, grad_output, None, wanted)
+                if (query.stride(), key.stride(), value.stride()) != known.strides:  # a hook gave other memory back
+                    prepared = Prepared.of(work)
+                gradients = prepared.backward(work, saved, Incoming(grad_output, None), wanted)
         return None, None, *gradients[:3]
 
 
@@ -143,7 +143,7 @@ def remember(key: Hashable | None, question: Question, choice: Choice, pattern: 
         pattern,
         problem,
         plan,
-        Prepared.of(problem, question.tensors, plan),
+        Prepared.of(Work(problem, question.tensors, plan, 0)),
         tuple(tensor.stride() for tensor in question.tensors[:3]),
         question.views.layout == "BLHD",
         blank.expand(*rows, problem.value_dim),

@@ -144,6 +144,13 @@ def test_mask_follows_the_offset_of_each_batch_row(backend: str) -> None:
 
 
 @OURS
+@pytest.mark.parametrize("start", [2**31 - 2, 2**32 - 2, 2**33 + 5])
+def test_positions_count_modulo_32_bits(start: int, backend: str) -> None:
+    got = kept((1, 2, 5, 20), 0.5, backend, query_offset=start)
+    assert torch.equal(got, oracles.dropout_keep(oracles.drawn_seed(0), 0.5, (1, 2, 5, 20), start))
+
+
+@OURS
 def test_leading_axes_are_flattened_into_the_batch(backend: str) -> None:
     flat = torch.zeros(6, 2, 5, 3).double()
     v = torch.eye(9).double().expand(6, 2, 9, 9)

@@ -21,6 +21,8 @@ from configurations import BATCH, PATTERNS, Call, Configuration, call_of, differ
 from exams import threads
 from sweep import haloed, laid_out
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*inverted")
+
 COUNT = 44
 MADE = configurations.configurations(COUNT)
 ALL = slice(None)

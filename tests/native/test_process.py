@@ -119,8 +119,9 @@ def test_workers_of_a_data_loader(way: str) -> None:
 # Signals
 
 INTERRUPT = """
-import time, torch, qkv
-from qkv.backends.base import pattern_plan
+import signal, time, torch, qkv
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background does not have
+from qkv.backends.base import Incoming, Work, pattern_plan
 from qkv.backends.cpu import Prepared
 from qkv.problem import Tensors
 
@@ -130,8 +131,8 @@ def forward():
 def backward():  # from what a forward pass would leave: that takes too long for a test
     problem, tensors = qkv.plan(q, q, q, backend="cpu").problem, Tensors(q, q, q, None, None)
     left = q, torch.zeros(q.shape[:3], dtype=q.dtype), torch.ones(q.shape[:3], dtype=q.dtype)
-    prepared = Prepared.of(problem, tensors, pattern_plan(problem))
-    prepared.backward(problem, tensors, 0, left, q, None, (True, True, True, False, False))
+    work = Work(problem, tensors, pattern_plan(problem), 0)
+    Prepared.of(work).backward(work, left, Incoming(q, None), (True, True, True, False, False))
 
 q = torch.randn(1, 2, 60_000, 64, dtype=torch.float64)
 x = torch.randn(1, 2, 100, 8)

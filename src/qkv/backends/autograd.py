@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from qkv.backends.base import Gradients, Outcome, Result, pattern_plan, without_autocast
+from qkv.backends.base import Gradients, Incoming, Outcome, Result, Work, pattern_plan, without_autocast
 from qkv.backends.online import forward
 from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
@@ -24,21 +24,11 @@ Wanted: TypeAlias = tuple[bool, ...]  # which of the tensors need a gradient, in
 class Engine(Protocol):
     """What computes numbers, without a graph."""
 
-    def answer(self, problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int) -> tuple[Outcome, bool]:
+    def answer(self, work: Work) -> tuple[Outcome, bool]:
         """The outcome, and whether care was needed to keep hidden content hidden."""
 
     def gradients(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        plan: PatternPlan,
-        seed: int,
-        outcome: Outcome,
-        grad_output: Tensor,
-        grad_lse: Tensor | None,
-        wanted: Wanted,
-        *,
-        careful: bool,
+        self, work: Work, outcome: Outcome, incoming: Incoming, wanted: Wanted, *, careful: bool
     ) -> Gradients:
         """Gradients in the inputs' types, None where not wanted; `careful` says that the outcome needed care."""
 
@@ -52,7 +42,7 @@ def run(engine: Engine, problem: Problem, tensors: Tensors, seed: int) -> Result
         return Result(*_Attention.apply(engine, problem, plan, seed, *tensors))  # type: ignore[no-untyped-call]
     else:
         with torch.no_grad():
-            outcome, _ = engine.answer(problem, tensors, plan, seed)
+            outcome, _ = engine.answer(Work(problem, tensors, plan, seed))
     return _result(problem, outcome)
 
 
@@ -105,7 +95,8 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, engine: Engine, problem: Problem, plan: PatternPlan, seed: int, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        outcome, careful = engine.answer(problem, Tensors(*tensors), plan, seed)  # type: ignore[arg-type]
+        work = Work(problem, Tensors(*tensors), plan, seed)  # type: ignore[arg-type]
+        outcome, careful = engine.answer(work)
         ctx.save_for_backward(*tensors, *outcome)
         ctx.question = engine, problem, plan, seed, careful
         ctx.set_materialize_grads(False)
@@ -125,7 +116,6 @@ class _Attention(torch.autograd.Function):
             else:
                 if grad_output is None:
                     grad_output = torch.zeros_like(outcome.output)
-                gradients = engine.gradients(
-                    problem, tensors, plan, seed, outcome, grad_output, grad_lse, wanted, careful=careful
-                )
+                work, incoming = Work(problem, tensors, plan, seed), Incoming(grad_output, grad_lse)
+                gradients = engine.gradients(work, outcome, incoming, wanted, careful=careful)
         return None, None, None, None, *gradients

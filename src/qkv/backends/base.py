@@ -52,6 +52,22 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
+class Work(NamedTuple):
+    """One call as an engine gets it."""
+
+    problem: Problem
+    tensors: Tensors
+    plan: PatternPlan
+    seed: int
+
+
+class Incoming(NamedTuple):
+    """The gradients that a backward pass starts from."""
+
+    output: Tensor  # (B, H, L, V)
+    lse: Tensor | None  # (B, H, L); None: zero
+
+
 class Cost(NamedTuple):
     """What a backend would do for a problem, forward; bytes count the tensors it reads, writes and holds."""
 

@@ -4,15 +4,12 @@ forward and backward.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from qkv.backends.autograd import Wanted, run
-from qkv.backends.base import Cost, Gradients, Outcome, Result, all_finite, pattern_plan
+from qkv.backends.base import Cost, Gradients, Incoming, Outcome, Result, Work, all_finite, pattern_plan
 from qkv.backends.blockwise_backward import backward
 from qkv.backends.online import forward
 from qkv.backends.walk import WORKSPACE
 from qkv.patterns.axis import TILE
-from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
 
 
@@ -44,28 +41,19 @@ class Blockwise:
     def run(self, problem: Problem, tensors: Tensors, seed: int) -> Result:
         return run(self, problem, tensors, seed)
 
-    def answer(self, problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int) -> tuple[Outcome, bool]:
+    def answer(self, work: Work) -> tuple[Outcome, bool]:
         """What the pattern hides comes in with weight 0, and if it was NaN or infinite the output shows it, for
         0 · NaN is NaN. Then everything is done again with care.
         """
-        outcome = forward(problem, tensors, plan, seed, careful=False)
+        outcome = forward(*work, careful=False)
         if all_finite(outcome.output, outcome.total):
             return outcome, False
-        return forward(problem, tensors, plan, seed, careful=True), True
+        return forward(*work, careful=True), True
 
     def gradients(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        plan: PatternPlan,
-        seed: int,
-        outcome: Outcome,
-        grad_output: Tensor,
-        grad_lse: Tensor | None,
-        wanted: Wanted,
-        *,
-        careful: bool,
+        self, work: Work, outcome: Outcome, incoming: Incoming, wanted: Wanted, *, careful: bool
     ) -> Gradients:
-        asked = problem, tensors, plan, seed, outcome, grad_output, grad_lse, wanted
-        found = backward(*asked, careful=careful)
-        return found if careful or all_finite(*found) else backward(*asked, careful=True)
+        found = backward(*work, outcome, *incoming, wanted, careful=careful)
+        if careful or all_finite(*found):
+            return found
+        return backward(*work, outcome, *incoming, wanted, careful=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv.backends.autograd import Wanted, run
-from qkv.backends.base import Cost, Gradients, Outcome, Result, pattern_plan
+from qkv.backends.base import Cost, Gradients, Incoming, Outcome, Result, Work, pattern_plan
 from qkv.backends.extension import MISSING, native
 from qkv.dropout import threshold
 from qkv.patterns.axis import TILE, Axis, Ordered
@@ -57,24 +57,13 @@ class Cpu:
     def run(self, problem: Problem, tensors: Tensors, seed: int) -> Result:
         return run(self, problem, tensors, seed)
 
-    def answer(self, problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int) -> tuple[Outcome, bool]:
-        return Prepared.of(problem, tensors, plan).answer(problem, tensors, plan, seed)
+    def answer(self, work: Work) -> tuple[Outcome, bool]:
+        return Prepared.of(work).answer(work)
 
     def gradients(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        plan: PatternPlan,
-        seed: int,
-        outcome: Outcome,
-        grad_output: Tensor,
-        grad_lse: Tensor | None,
-        wanted: Wanted,
-        *,
-        careful: bool,
+        self, work: Work, outcome: Outcome, incoming: Incoming, wanted: Wanted, *, careful: bool
     ) -> Gradients:
-        prepared = Prepared.of(problem, tensors, plan)
-        return prepared.gradients(problem, tensors, plan, seed, outcome, grad_output, grad_lse, wanted, careful=careful)
+        return Prepared.of(work).gradients(work, outcome, incoming, wanted, careful=careful)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +73,8 @@ class Prepared:
     call: native.Call
 
     @classmethod
-    def of(cls, problem: Problem, tensors: Tensors, plan: PatternPlan) -> Prepared:
-        return cls(native_call(problem, as_the_core_reads(problem, tensors), plan))
+    def of(cls, work: Work) -> Prepared:
+        return cls(native_call(work.problem, as_the_core_reads(work.problem, work.tensors), work.plan))
 
     def output(self, tensors: Tensors, output: Tensor, seed: int, state: Tensor | None = None) -> Tensor:
         """The output alone, of q, k and v alone, into (B, H, L, V); `state` (2, B, H, L) takes shift and total."""
@@ -98,8 +87,9 @@ class Prepared:
         self.call.forward(torch.get_num_threads(), seed, *given, output.data_ptr(), 0, 0, shift, total, 0)
         return output
 
-    def answer(self, problem: Problem, tensors: Tensors, plan: PatternPlan, seed: int) -> tuple[Outcome, bool]:
+    def answer(self, work: Work) -> tuple[Outcome, bool]:
         """The core looks at each tile that it makes, and makes it again with care where it is not finite."""
+        problem, tensors, _, seed = work
         query, aux = tensors.query, problem.aux
         rows = (problem.batch, problem.heads, problem.queries)
         output = query.new_empty((*rows, problem.value_dim))
@@ -111,41 +101,25 @@ class Prepared:
         return Outcome(output, lse, shift, total, max_scores, entropy), False
 
     def gradients(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        plan: PatternPlan,
-        seed: int,
-        outcome: Outcome,
-        grad_output: Tensor,
-        grad_lse: Tensor | None,
-        wanted: Wanted,
-        *,
-        careful: bool,
+        self, work: Work, outcome: Outcome, incoming: Incoming, wanted: Wanted, *, careful: bool
     ) -> Gradients:
-        saved = outcome.output, outcome.shift, outcome.total
-        return self.backward(problem, tensors, seed, saved, grad_output, grad_lse, wanted)
+        return self.backward(work, (outcome.output, outcome.shift, outcome.total), incoming, wanted)
 
     def backward(
-        self,
-        problem: Problem,
-        tensors: Tensors,
-        seed: int,
-        saved: tuple[Tensor, Tensor, Tensor],
-        grad_output: Tensor,
-        grad_lse: Tensor | None,
-        wanted: Wanted,
+        self, work: Work, saved: tuple[Tensor, Tensor, Tensor], incoming: Incoming, wanted: Wanted
     ) -> Gradients:
         """Gradients from output, shift and total: the core looks at them when they are whole, and makes them again
         with care where they are not finite.
         """
+        problem, tensors, _, seed = work
         made = [
             tensor.new_empty(tensor.shape, dtype=problem.dtype) if tensor is not None and want else None
             for tensor, want in zip(tensors, wanted, strict=True)
         ]
         if tensors.bias is not None and made[3] is not None:  # can be large, and fresh pages come filled with zeros
             made[3] = torch.zeros(tensors.bias.shape, dtype=problem.dtype, device=problem.device)
-        grad_output, grad_lse = in_memory(grad_output), None if grad_lse is None else in_memory(grad_lse).contiguous()
+        grad_output = in_memory(incoming.output)
+        grad_lse = None if incoming.lse is None else in_memory(incoming.lse).contiguous()
         every = (*as_the_core_reads(problem, tensors), *saved, grad_output, grad_lse, *made)
         self.call.backward(torch.get_num_threads(), seed, grad_output.stride(), *map(address, every))  # as above
         return Gradients(*(g if g is None or t is None else g.to(t.dtype) for g, t in zip(made, tensors, strict=True)))
