@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,17 +39,23 @@ def light(made: configurations.Configuration) -> bool:
 LIGHT = [made for made in MADE if light(made)]
 
 
-def script(text: str, **options: object) -> subprocess.Popen[str]:
-    """A new process that runs a text, with its output to be read."""
+@contextmanager
+def script(text: str) -> Iterator[subprocess.Popen[str]]:
+    """A new process that runs a text, with its output to be read; it ends with the block."""
     paths = os.pathsep.join([str(Path(configurations.__file__).parent), *sys.path])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", text], env=environment, text=True, stdout=subprocess.PIPE, **options)
+    command = [sys.executable, "-c", text]
+    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
 
 
 # Forks
 
 FORK = """
-import os, sys, threading, time, torch
+import os, sys, threading, time, torch, qkv
 from configurations import call_of, configurations, digest
 
 torch.set_num_threads(4)
@@ -56,9 +64,10 @@ made = [configurations(24)[number] for number in NUMBERS]
 def digests():
     return [digest(call_of(one).answer("cpu")) for one in made]
 
-def work():
+def work():  # without autograd, which may hold locks of torch's own
+    q, k, v = (call_of(made[0]).tensors[name] for name in "qkv")
     while not done:
-        call_of(made[0]).answer("cpu")
+        qkv.attention(q, k, v, backend="cpu")
 
 want = digests()
 done = []
@@ -87,8 +96,8 @@ os._exit(0)
 def test_a_forked_child_computes_and_forks_again() -> None:
     """All with four threads, from a parent whose threads are at work."""
     assert len(LIGHT) > 8
-    child = script(FORK.replace("NUMBERS", str([made.number for made in LIGHT])))
-    out, _ = child.communicate(timeout=100)
+    with script(FORK.replace("NUMBERS", str([made.number for made in LIGHT]))) as child:
+        out, _ = child.communicate(timeout=100)
     assert child.returncode == 0, out
 
 
@@ -283,8 +292,8 @@ print(json.dumps({"seen": seen, "growth": growth, "tasks": tasks()}))
 
 def test_process_is_left_alone() -> None:
     """Its state is that before the import; 2,000 calls leave no memory and no thread behind."""
-    child = script(GUEST.replace("NUMBERS", str([made.number for made in LIGHT])))
-    out, _ = child.communicate(timeout=100)
+    with script(GUEST.replace("NUMBERS", str([made.number for made in LIGHT]))) as child:
+        out, _ = child.communicate(timeout=100)
     assert child.returncode == 0
     found = json.loads(out)
     before, *after = found["seen"]
