@@ -11,7 +11,6 @@ namespace qkv {
 
 constexpr int32_t ABI_VERSION = 1;
 constexpr int64_t TILE = 64;       // queries and keys of a tile; a row of its bit mask is one 64-bit word
-constexpr int64_t WIDEST = 256;    // the greatest D and V
 
 enum class Status : int32_t { ok = 0, interrupted = 1, out_of_memory = 2 };
 enum class Type : int32_t { float32 = 0, float64 = 1, float16 = 2, bfloat16 = 3 };

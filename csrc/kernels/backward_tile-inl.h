@@ -33,8 +33,7 @@ struct BiasGradient {
 
   BiasGradient(const Problem& problem, const Backward& data, int64_t tiles) {
     const Bias& bias = problem.bias;
-    const int64_t numbers = bias.size[0] * bias.size[1] * (bias.kind == BiasKind::tensor ? bias.size[2] * bias.size[3] : 1);
-    if (!data.grad_bias || numbers == 0) return;
+    if (!data.grad_bias || problem.queries == 0 || problem.keys == 0) return;  // it comes filled with zeros
     stage = FOR_QUERIES;
     if (bias.kind == BiasKind::tensor && (bias.size[2] > 1 || bias.size[3] > 1)) {
       if (bias.size[2] == 1) stage = FOR_KEYS;
@@ -148,15 +147,15 @@ class TileGradients {
     const auto rows = scene.query_rows(offset<T>(data_.query, p_.query_stride, scene.b, scene.h), p_.query_stride, tile);
     const int64_t* stride = data_.grad_output_stride;
     const auto grads = scene.query_rows(offset<T>(data_.grad_output, stride, scene.b, scene.h), stride, tile);
-    const int64_t wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim), at = row_of(scene, 0);
+    const int64_t wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim), at = scene.first_row();
     one.tile = tile;
     one.count = rows.count;
     one.width = padded<T>(rows.count);
     fill(scratch.factors, static_cast<T>(p_.scale * LOG2_E));
-    load_padded(rows, p_.head_dim, scratch.factors, one.by_row, wide_d);
+    load_lanes(rows, p_.head_dim, scratch.factors, one.by_row, wide_d);
     transpose(one.by_row, wide_d, one.width, wide_d, one.by_lane, one.width);
     fill(scratch.factors, static_cast<T>(p_.scale));
-    load_padded(rows, p_.head_dim, scratch.factors, one.by_row, wide_d);
+    load_lanes(rows, p_.head_dim, scratch.factors, one.by_row, wide_d);
     const T keep_scale = keep_scale_of<T>(p_);
     for (int64_t i = 0; i < TILE; ++i) {
       const int64_t row = i < rows.count ? rows.row(i) : -1;
@@ -164,7 +163,7 @@ class TileGradients {
       one.delta[i] = row < 0 ? 0 : deltas[at + row];
       scratch.factors[i] = row < 0 ? 0 : keep_scale / static_cast<const T*>(data_.total)[at + row];
     }
-    load_padded(grads, p_.value_dim, scratch.factors, one.grad_by_row, wide_v);
+    load_lanes(grads, p_.value_dim, scratch.factors, one.grad_by_row, wide_v);
     transpose(one.grad_by_row, wide_v, one.width, wide_v, one.grad_by_lane, one.width);
     for (int64_t i = 0; i < one.count * wide_d; i += LANES<T>) store(one.grad_query + i, F<T>{});
   }
@@ -172,15 +171,6 @@ class TileGradients {
   static void fill(T* numbers, T x) {
     for (int64_t i = 0; i < TILE; ++i) numbers[i] = x;
   }
-
-  // As load_rows, with rows of zeros up to whole vectors of lanes.
-  static void load_padded(const Rows<const T>& rows, int64_t width, const T* factors, T* to, int64_t stride) {
-    load_rows(rows, width, factors, to, stride);
-    const int64_t end = padded<T>(rows.count) * stride;
-    for (int64_t i = rows.count * stride; i < end; i += LANES<T>) store(to + i, F<T>{});
-  }
-
-  int64_t row_of(const Scene<T>& scene, int64_t row) const { return (scene.b * p_.heads + scene.h) * p_.queries + row; }
 
   // One key block and the tiles that see it.
   void meet(const Scene<T>& scene, const Region& region, int64_t block, int64_t count, BackwardScratch<T>& scratch) {
@@ -198,7 +188,7 @@ class TileGradients {
       Asked<T>& one = scratch.tiles[i];
       if (one.cursor.block() != block) continue;
       careful ? grade<true>(scene, region, one, block, key_rows.count, keys, values, grad_keys, grad_values, scratch)
-               : grade<false>(scene, region, one, block, key_rows.count, keys, values, grad_keys, grad_values, scratch);
+              : grade<false>(scene, region, one, block, key_rows.count, keys, values, grad_keys, grad_values, scratch);
       one.cursor.next();
     }
     close(grad_keys, p_.head_dim, scratch);
@@ -220,8 +210,7 @@ class TileGradients {
     T* data = static_cast<T*>(grad) + (scene.b * p_.kv_heads + scene.group()) * p_.keys * width;
     const Rows<T> rows = scene.key_rows(data, stride, block);
     if (!rows.slots && width == wide) return {rows.at(0), width, rows, false};
-    load_rows<T>({rows.data, rows.row_stride, rows.column_stride, rows.slots, rows.first, rows.count}, width,
-                 scratch.ones, copy, wide);
+    load_rows<T>(rows, width, scratch.ones, copy, wide);
     return {copy, wide, rows, true};
   }
 
@@ -269,33 +258,21 @@ class TileGradients {
     if (slope) raw = through_softcap<CAREFUL>(shape, scratch) + corner;
     const Visible visible{scratch.seen + seen.first, lanes.first};
     if (grad_values.data) {
-      product<CAREFUL, Order::rows>({Start::keep, nullptr, s, width, one.grad_by_row + lanes.first * wide_v, wide_v,
-                                     grad_values.data + seen.first * grad_values.stride, grad_values.stride},
-                                    depth, wide_v, rows, visible);
+      multiply_as<T, Order::rows, CAREFUL>(
+          {Start::keep, nullptr, s, width, one.grad_by_row + lanes.first * wide_v, wide_v,
+           grad_values.data + seen.first * grad_values.stride, grad_values.stride},
+          depth, wide_v, rows, visible);
     }
     if (grad_keys.data) {
-      product<CAREFUL, Order::rows>({Start::keep, nullptr, raw, width, one.by_row + lanes.first * wide_d, wide_d,
-                                     grad_keys.data + seen.first * grad_keys.stride, grad_keys.stride},
-                                    depth, wide_d, rows, visible);
+      multiply_as<T, Order::rows, CAREFUL>(
+          {Start::keep, nullptr, raw, width, one.by_row + lanes.first * wide_d, wide_d,
+           grad_keys.data + seen.first * grad_keys.stride, grad_keys.stride},
+          depth, wide_d, rows, visible);
     }
     if ((region.wanted & FOR_QUERIES) && data_.grad_query) {
-      product<CAREFUL, Order::columns>({Start::keep, nullptr, raw, width, key, keys.stride,
-                                        one.grad_query + lanes.first * wide_d, wide_d},
-                                       rows, wide_d, depth, visible);
-    }
-  }
-
-  struct Visible {
-    const uint64_t* seen;
-    int64_t first_lane;
-  };
-
-  template <bool CAREFUL, Order ORDER>
-  static void product(const Product<T>& p, int64_t rows, int64_t columns, int64_t depth, const Visible& visible) {
-    if constexpr (CAREFUL) {
-      multiply_seen<T, ORDER>(p, rows, columns, depth, visible.seen, visible.first_lane);
-    } else {
-      multiply<T, ORDER>(p, rows, columns, depth);
+      multiply_as<T, Order::columns, CAREFUL>(
+          {Start::keep, nullptr, raw, width, key, keys.stride, one.grad_query + lanes.first * wide_d, wide_d}, rows,
+          wide_d, depth, visible);
     }
   }
 
@@ -337,12 +314,9 @@ class TileGradients {
 
   void add_query_gradient(const Scene<T>& scene, BackwardScratch<T>& scratch, Asked<T>& one) {
     const int64_t stride[4] = {0, 0, p_.head_dim, 1}, wide = padded<T>(p_.head_dim);
-    T* data = static_cast<T*>(data_.grad_query) + row_of(scene, 0) * p_.head_dim;
+    T* data = static_cast<T*>(data_.grad_query) + scene.first_row() * p_.head_dim;
     const Rows<T> rows = scene.query_rows(data, stride, one.tile);
-    if (add_) {
-      load_rows<T>({data, p_.head_dim, 1, rows.slots, rows.first, rows.count}, p_.head_dim, scratch.ones, scratch.rows,
-                   wide);
-    }
+    if (add_) load_rows<T>(rows, p_.head_dim, scratch.ones, scratch.rows, wide);
     for (int64_t i = 0; i < rows.count * wide; i += LANES<T>) {
       const F<T> sum = load(one.grad_query + i) * static_cast<T>(p_.scale);
       store(one.grad_query + i, add_ ? load(scratch.rows + i) + sum : sum);

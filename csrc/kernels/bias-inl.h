@@ -74,14 +74,7 @@ Rule<T> rule_of(const Scene<T>& scene, const void* data) {
 template <class T>
 TileBias<T> strip_bias(const Rule<T>& rule, const Positions& at, T* strip) {
   const int64_t middle = at.keys[0] - at.queries[0];
-  if (rule.radius < 0) {
-    for (int64_t u = 0; u < STRIP_SIZE; ++u) {
-      const T distance = static_cast<T>(middle + TILE - 1 - u);
-      strip[u] = in_bits(-rule.numbers[0] * (distance < 0 ? -distance : distance), T());
-    }
-  } else {
-    for (int64_t u = 0; u < STRIP_SIZE; ++u) strip[u] = rule.at(middle + TILE - 1 - u);
-  }
+  for (int64_t u = 0; u < STRIP_SIZE; ++u) strip[u] = rule.at(middle + TILE - 1 - u);
   return {strip + TILE - 1, -1};
 }
 

@@ -26,6 +26,21 @@ void multiply_seen(const Product<T>& p, int64_t rows, int64_t columns, int64_t d
   }
 }
 
+// Which pairs of a product are seen, as `multiply_seen` takes it.
+struct Visible {
+  const uint64_t* seen;
+  int64_t first_lane;
+};
+
+template <class T, Order ORDER, bool CAREFUL>
+void multiply_as(const Product<T>& p, int64_t rows, int64_t columns, int64_t depth, const Visible& visible) {
+  if constexpr (CAREFUL) {
+    multiply_seen<T, ORDER>(p, rows, columns, depth, visible.seen, visible.first_lane);
+  } else {
+    multiply<T, ORDER>(p, rows, columns, depth);
+  }
+}
+
 // Whether all numbers of some rows are finite: x - x is 0 for those and NaN for the others.
 template <class T>
 bool finite(const T* data, int64_t stride, int64_t rows, int64_t columns) {

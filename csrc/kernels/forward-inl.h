@@ -128,9 +128,9 @@ class ForwardPass {
         walk<true>(scene, &one, 1, scratch, worker);
       }
       if (size_.merged) {
-        keep(scene, one, scratch);
+        keep(output_rows(scene, one.tile), scene.first_row(), one, scratch);
       } else {
-        finish(scene.query_rows(output_of(scene), output_stride_, one.tile), state_row(scene), scene.h, one, scratch);
+        finish(output_rows(scene, one.tile), scene.first_row(), scene.h, one, scratch);
       }
     }
   }
@@ -142,13 +142,10 @@ class ForwardPass {
     one.width = padded<T>(rows.count);
     one.cursor = Cursor(scene.part.schedule, tile, {0, NO_BLOCK});
     const int64_t wide = padded<T>(p_.head_dim);
-    load_rows(rows, p_.head_dim, scratch.scales, scratch.rows, wide);
-    for (int64_t i = rows.count; i < one.width; ++i) {
-      for (int64_t d = 0; d < wide; d += LANES<T>) store(scratch.rows + i * wide + d, F<T>{});
-    }
+    load_lanes(rows, p_.head_dim, scratch.scales, scratch.rows, wide);
     transpose(scratch.rows, wide, one.width, wide, one.query, one.width);
     if (size_.merged) {
-      resume(scene.query_rows(output_of(scene), output_stride_, tile), state_row(scene), one, scratch);
+      resume(output_rows(scene, tile), scene.first_row(), one, scratch);
     } else {
       reset(one);
     }
@@ -215,16 +212,14 @@ class ForwardPass {
                              values.data + seen.first * values.stride, values.stride,
                              one.output + lanes.first * wide, wide};
     const int64_t rows = least(lanes.stop, one.count) - lanes.first;
-    if constexpr (CAREFUL) {
-      multiply_seen<T, Order::columns>(product, rows, wide, depth, scratch.seen + seen.first, lanes.first);
-    } else {
-      multiply<T, Order::columns>(product, rows, wide, depth);
-    }
+    multiply_as<T, Order::columns, CAREFUL>(product, rows, wide, depth, {scratch.seen + seen.first, lanes.first});
   }
 
-  // Where the results of a (b, h) begin, in rows of the call.
-  int64_t state_row(const Scene<T>& scene) const { return (scene.b * p_.heads + scene.h) * p_.queries; }
-  T* output_of(const Scene<T>& scene) const { return static_cast<T*>(data_.output) + state_row(scene) * p_.value_dim; }
+  // A tile's rows of the output.
+  Rows<T> output_rows(const Scene<T>& scene, int64_t tile) const {
+    T* output = static_cast<T*>(data_.output) + scene.first_row() * p_.value_dim;
+    return scene.query_rows(output, output_stride_, tile);
+  }
 
   // Divide by the sums; a sink joins here, since it has no value.
   void finish(const Rows<T>& rows, int64_t first, int64_t h, const Online<T>& one, ForwardScratch<T>& scratch) {
@@ -259,13 +254,12 @@ class ForwardPass {
     store_rows(one.output, padded<T>(p_.value_dim), p_.value_dim, scratch.decay, rows);
   }
 
-  // Between parts the states of all rows wait in the results themselves.
-  void keep(const Scene<T>& scene, const Online<T>& one, ForwardScratch<T>& scratch) {
-    const Rows<T> rows = scene.query_rows(output_of(scene), output_stride_, one.tile);
+  // Between parts the states of all rows wait in the results themselves; `first`: row 0 of the (b, h).
+  void keep(const Rows<T>& rows, int64_t first, const Online<T>& one, ForwardScratch<T>& scratch) {
     store_rows(one.output, padded<T>(p_.value_dim), p_.value_dim, scratch.ones, rows);
     for (int64_t i = 0; i < rows.count; ++i) {
       if (rows.row(i) < 0) continue;
-      const int64_t at = state_row(scene) + rows.row(i);
+      const int64_t at = first + rows.row(i);
       static_cast<T*>(data_.shift)[at] = one.top[i];
       static_cast<T*>(data_.total)[at] = one.total[i];
       if (data_.entropy) static_cast<T*>(data_.entropy)[at] = one.energy[i];
@@ -275,8 +269,7 @@ class ForwardPass {
   void resume(const Rows<T>& rows, int64_t first, Online<T>& one, ForwardScratch<T>& scratch) {
     one.count = rows.count;
     reset(one);
-    const Rows<const T> from{rows.data, rows.row_stride, rows.column_stride, rows.slots, rows.first, rows.count};
-    load_rows(from, p_.value_dim, scratch.ones, one.output, padded<T>(p_.value_dim));
+    load_rows<T>(rows, p_.value_dim, scratch.ones, one.output, padded<T>(p_.value_dim));
     for (int64_t i = 0; i < rows.count; ++i) {
       if (rows.row(i) < 0) continue;
       const int64_t at = first + rows.row(i);
@@ -303,12 +296,7 @@ class ForwardPass {
     Online<T>& one = scratch.tiles[0];
     one.count = at.rows.count;
     reset(one);
-    store_rows(one.output, padded<T>(p_.value_dim), p_.value_dim, scratch.ones, at.rows);
-    for (int64_t i = 0; i < at.rows.count; ++i) {
-      static_cast<T*>(data_.shift)[at.first + at.rows.first + i] = -INFINITE<T>;
-      static_cast<T*>(data_.total)[at.first + at.rows.first + i] = 0;
-      if (data_.entropy) static_cast<T*>(data_.entropy)[at.first + at.rows.first + i] = 0;
-    }
+    keep(at.rows, at.first, one, scratch);
   }
 
   void finish_unit(int64_t unit, ForwardScratch<T>& scratch, Worker&) {

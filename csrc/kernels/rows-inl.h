@@ -14,6 +14,7 @@ struct Rows {
   const int32_t* slots;   // row of each slot from `first` on, -1 for padding; null: slot i is row i
   int64_t first, count;
 
+  operator Rows<const T>() const { return {data, row_stride, column_stride, slots, first, count}; }
   int64_t row(int64_t i) const { return slots ? slots[first + i] : first + i; }
   T* at(int64_t i) const { return data + row(i) * row_stride; }
 };
@@ -32,6 +33,14 @@ void load_rows(const Rows<const T>& from, int64_t width, const T* factors, T* to
     for (int64_t c = whole; c < width; ++c) to[c] = row[c * from.column_stride] * factors[i];
     for (int64_t c = width; c < to_stride; ++c) to[c] = 0;
   }
+}
+
+// As load_rows, with rows of zeros up to whole vectors of lanes.
+template <class T>
+void load_lanes(const Rows<const T>& from, int64_t width, const T* factors, T* to, int64_t to_stride) {
+  load_rows(from, width, factors, to, to_stride);
+  const int64_t end = padded<T>(from.count) * to_stride;
+  for (int64_t i = from.count * to_stride; i < end; i += LANES<T>) store(to + i, F<T>{});
 }
 
 // Row i of the caller = factors[i] · row i of `from`; padding is dropped.

@@ -30,6 +30,8 @@ struct Scene {
   const Part& part;
   int64_t b, h;
 
+  // Row 0 of this (b, h) in contiguous (B, H, L).
+  int64_t first_row() const { return (b * problem.heads + h) * problem.queries; }
   int64_t group() const { return h / (problem.heads / problem.kv_heads); }
   bool natural() const { return !part.query_rows && !part.key_rows; }
 

@@ -52,7 +52,9 @@ F<T> shape_column(const Shape<T>& shape, T* s, T* slope, int64_t lane) {
 template <class T>
 F<T> peak_of_column(const Shape<T>& shape, const T* s, int64_t lane) {
   F<T> peak = splat(-INFINITE<T>);
-  for (int64_t k = shape.share.keys.first; k < shape.share.keys.stop; ++k) peak = greater<T>(peak, load(s + k * shape.width + lane));
+  for (int64_t k = shape.share.keys.first; k < shape.share.keys.stop; ++k) {
+    peak = greater<T>(peak, load(s + k * shape.width + lane));
+  }
   return peak;
 }
 

@@ -14,6 +14,7 @@ from qkv.operators import ATTENTION, DRAW_SEED
 from qkv.patterns.pattern import Pattern
 from qkv.problem import Problem
 from qkv.question import Question
+from qkv.shapes import ORDINARY
 from qkv.types import AuxOutput
 
 
@@ -24,7 +25,7 @@ def captured(question: Question, generator: torch.Generator | None) -> bool:
     if not _len_torch_dispatch_stack() or _are_functorch_transforms_active() or generator is not None:
         return False
     query = question.tensors.query
-    fake = type(query) not in (Tensor, torch.nn.Parameter) and not query.is_meta
+    fake = type(query) not in ORDINARY and not query.is_meta
     return fake and not _is_real(question.problem.pattern)
 
 

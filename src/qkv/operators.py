@@ -26,13 +26,12 @@ from qkv.patterns.recall import recall
 from qkv.patterns.schedule import PatternPlan
 from qkv.problem import BiasKind, Origin, Problem, Tensors
 from qkv.settings import BACKEND, read
-from qkv.shapes import values_can_be_seen
+from qkv.shapes import ORDINARY, values_can_be_seen
 from qkv.types import AuxRequest
 
 WORD = (1 << 64) - 1
 MOST = 64  # calls that are remembered for one pattern
 PLAIN, CAREFUL, ALONE = range(3)  # how an outcome was made: without care, with care, by a backend that leaves none
-ORDINARY = (Tensor, torch.nn.Parameter)
 BELOW = torch._C._after_autograd_keyset  # noqa: SLF001 - as torch.library itself goes on below autograd
 
 _ASKED = (

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
-from qkv.backends.autograd import differentiable_gradients
+from qkv.backends.autograd import differentiable_gradients, forward_mode
 from qkv.backends.base import Incoming, Work, pattern_plan, without_autocast
 from qkv.backends.cpu import Cpu, Prepared
 from qkv.dispatch import Choice
@@ -26,10 +24,10 @@ from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
 from qkv.question import Question
 from qkv.settings import BACKEND, read
+from qkv.shapes import ORDINARY
 
 MOST = 256  # calls remembered
 LARGEST = 1 << 16  # bytes of a schedule, and of the tensors of its pattern, that are kept for the sake of one
-PLAIN = (Tensor, Parameter)
 SIMPLE = (type(None), int, float, str)  # options that equal one another only where they mean the same
 
 
@@ -99,7 +97,7 @@ def key_of(
         return None
     if not (offset is None or type(offset) is int) or any(type(option) not in SIMPLE for option in options):
         return None
-    if torch.is_autocast_enabled("cpu") or forward_ad._current_level >= 0:  # noqa: SLF001 - no public way to ask
+    if torch.is_autocast_enabled("cpu") or forward_mode():
         return None
     graded = torch.is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad)
     shapes = query.shape, key.shape, value.shape
@@ -110,7 +108,7 @@ def key_of(
 
 def _is_plain(tensor: object) -> bool:
     """Whether it is a dense 4-D tensor in the processor's memory, and nothing that only behaves like one."""
-    if type(tensor) not in PLAIN:
+    if type(tensor) not in ORDINARY:
         return False
     assert isinstance(tensor, Tensor)
     dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg())

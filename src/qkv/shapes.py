@@ -18,6 +18,7 @@ from qkv.types import Layout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDEX_LIMIT = 2**63
+ORDINARY = (Tensor, Parameter)  # types whose numbers are there, and that only behave like themselves
 NAMES = ("query", "key", "value")
 _REMEDIES = {
     "nested": "pad it and say pattern=key_lengths(...), or pack it and say pattern=documents(...)",
@@ -51,7 +52,7 @@ class Views(NamedTuple):
 
 def values_can_be_seen(tensor: Tensor) -> bool:
     """Whether the numbers in a tensor may be read: eager mode, on a concrete tensor, in no transform or trace."""
-    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in (Tensor, Parameter):
+    if torch.compiler.is_compiling() or tensor.is_meta or type(tensor) not in ORDINARY:
         return False
     if _are_functorch_transforms_active() or _len_torch_dispatch_stack() > 0:
         return False

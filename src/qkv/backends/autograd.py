@@ -77,10 +77,10 @@ def transformed(tensors: Tensors) -> bool:
     if _are_functorch_transforms_active():
         return True
     given = [tensor for tensor in tensors if tensor is not None]
-    return _forward_level() and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
+    return forward_mode() and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
 
 
-def _forward_level() -> bool:
+def forward_mode() -> bool:
     """Whether forward-mode differentiation is on; outside it tensors cannot be asked for tangents."""
     return forward_ad._current_level >= 0  # noqa: SLF001 - torch has no public way to ask
 

@@ -11,10 +11,10 @@ from typing import ParamSpec
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from qkv.patterns.pattern import Pattern
 from qkv.patterns.text import CONSTRUCTORS
+from qkv.shapes import ORDINARY
 
 P = ParamSpec("P")
 
@@ -41,7 +41,7 @@ def registered(function: Callable[P, Pattern]) -> Callable[P, Pattern]:
 
 def _any_unseen(*values: object) -> bool:
     """Whether some tensor stands for numbers that are not known yet."""
-    return any(isinstance(value, Tensor) and type(value) not in (Tensor, Parameter) for value in values)
+    return any(isinstance(value, Tensor) and type(value) not in ORDINARY for value in values)
 
 
 def _written(name: str, parameters: tuple[str, ...], args: tuple[object, ...], kwargs: dict[str, object]) -> Pattern:
