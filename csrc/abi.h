@@ -2,6 +2,9 @@
 //
 // Axes: B batch, H query heads, G key heads, L queries, S keys, D width of q and k, V width of v; query head h reads key
 // head h / (H / G). Strides count elements. Scores are in units of bits: their exponential is a power of two.
+//
+// Numbers are computed, and all but the tensors of a call are given, in float64 where q, k and v are of float64, and in
+// float32 otherwise: the computing type.
 #pragma once
 
 #include <stddef.h>
@@ -9,7 +12,7 @@
 
 namespace qkv {
 
-constexpr int32_t ABI_VERSION = 1;
+constexpr int32_t ABI_VERSION = 2;
 constexpr int64_t TILE = 64;       // queries and keys of a tile; a row of its bit mask is one 64-bit word
 
 enum class Status : int32_t { ok = 0, interrupted = 1, out_of_memory = 2 };
@@ -50,14 +53,28 @@ struct Plan {
 
 struct Bias {
   BiasKind kind;
-  Type type;          // of its numbers; alibi and relative: that of the problem, contiguous
+  Type type;          // of its numbers; alibi and relative: the computing type, contiguous
   int64_t size[4];    // tensor: (B or 1, H or 1, L or 1, S or 1); alibi: (H); relative: (H, 2R + 1)
   int64_t stride[4];  // 0 along an axis of size 1
 };
 
+// Batch rows of different length, one after another: row b has the rows begin[b] to begin[b + 1] of its tensors, whose
+// batch stride plays no part; null: all have the same length.
+struct Packing {
+  const int64_t *queries, *keys;
+};
+
+// Keys and values in pages of one pool: those of batch row b from c · size on are rows from table[b · stride + c] · size
+// on of tensors whose batch stride is 0; a null table: none.
+struct Pages {
+  const int32_t* table;
+  int64_t stride, size;
+};
+
 // One attention call without its data.
 struct Problem {
-  Type type;  // of q, k, v and all results
+  Type type;         // of q, k, v and their gradients
+  Type output_type;  // of the output and its gradient: the same, or the computing type
   int64_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
   int64_t query_stride[4], key_stride[4], value_stride[4];
   double scale;    // of q · k, natural units
@@ -69,12 +86,14 @@ struct Problem {
   const int64_t* key_start;
   int64_t key_start_stride;
   int64_t batch_origin, head_origin;  // what dropout counts b and h from
+  Packing packing;                    // L and S are then the greatest lengths
+  Pages pages;
   Plan plan;
 };
 
-// The results are contiguous (B, H, L[, V]).
+// The results are contiguous (B, H, L[, V]); packed ones (H, all rows[, V]).
 struct Forward {
-  const void *query, *key, *value, *bias, *sinks;  // sinks (H), contiguous, of the problem's type; null: none
+  const void *query, *key, *value, *bias, *sinks;  // sinks (H), contiguous, of the computing type; null: none
   uint64_t seed;
   void* output;
   void* lse;         // natural logarithm; may be null
@@ -84,15 +103,15 @@ struct Forward {
   void* entropy;     // nats; may be null
 };
 
-// Gradients are contiguous in the order of their tensor's axes and are overwritten; null: not wanted.
-// A bias gradient is of the problem's type, has the bias's sizes, and comes filled with zeros.
+// Gradients are contiguous in the order of their tensor's axes, packed ones without the batch, and are overwritten;
+// null: not wanted. That of a bias is of the computing type, has the bias's sizes, and comes filled with zeros.
 struct Backward {
   const void *query, *key, *value, *bias, *sinks;
   uint64_t seed;
   const void *output, *shift, *total;    // of the forward pass
   const void* grad_output;               // (B, H, L, V) with strides
   int64_t grad_output_stride[4];
-  const void* grad_lse;                  // contiguous (B, H, L); null: zero
+  const void* grad_lse;                  // as lse, contiguous; null: zero
   void *grad_query, *grad_key, *grad_value, *grad_bias, *grad_sinks;
 };
 

@@ -119,12 +119,17 @@ void run(int32_t threads, Compute compute) {
 
 class Call {
  public:
-  Call(const OwnedPlan& plan, int32_t type, const std::array<int64_t, 7>& sizes, const Four& query_stride,
+  Call(const OwnedPlan& plan, int32_t type, int32_t output_type, const std::array<int64_t, 7>& sizes, const Four& query_stride,
        const Four& key_stride, const Four& value_stride, double scale, double softcap,
        const std::optional<BiasTuple>& given_bias, uint32_t dropout_threshold, std::vector<int64_t> query_starts,
-       std::vector<int64_t> key_starts, int64_t batch_origin, int64_t head_origin)
-      : query_starts_(std::move(query_starts)), key_starts_(std::move(key_starts)) {
+       std::vector<int64_t> key_starts, int64_t batch_origin, int64_t head_origin, std::vector<int64_t> packed_queries,
+       std::vector<int64_t> packed_keys, Address page_table, int64_t page_stride, int64_t page_size)
+      : query_starts_(std::move(query_starts)),
+        key_starts_(std::move(key_starts)),
+        packed_queries_(std::move(packed_queries)),
+        packed_keys_(std::move(packed_keys)) {
     problem_.type = static_cast<Type>(type);
+    problem_.output_type = static_cast<Type>(output_type);
     const auto [batch, heads, kv_heads, queries, keys, head_dim, value_dim] = sizes;
     problem_.batch = batch;
     problem_.heads = heads;
@@ -146,6 +151,8 @@ class Call {
     problem_.key_start_stride = key_starts_.size() > 1 ? 1 : 0;
     problem_.batch_origin = batch_origin;
     problem_.head_origin = head_origin;
+    if (!packed_queries_.empty()) problem_.packing = {packed_queries_.data(), packed_keys_.data()};
+    problem_.pages = {at<const int32_t>(page_table), page_stride, page_size};
     problem_.plan = plan.plan;
   }
   Call(const Call&) = delete;
@@ -171,7 +178,7 @@ class Call {
 
  private:
   Problem problem_{};
-  const std::vector<int64_t> query_starts_, key_starts_;
+  const std::vector<int64_t> query_starts_, key_starts_, packed_queries_, packed_keys_;
 };
 
 nb::list available() { return nb::list(nb::str(available_isas()).attr("split")()); }
@@ -200,12 +207,14 @@ NB_MODULE(_native, module) {
            "index_ptr"_a, "index_batch_stride"_a, "index_head_stride"_a);
 
   nb::class_<Call>(module, "Call")
-      .def(nb::init<const OwnedPlan&, int32_t, const std::array<int64_t, 7>&, const qkv::Four&, const qkv::Four&,
+      .def(nb::init<const OwnedPlan&, int32_t, int32_t, const std::array<int64_t, 7>&, const qkv::Four&, const qkv::Four&,
                     const qkv::Four&, double, double, const std::optional<qkv::BiasTuple>&, uint32_t,
-                    std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t>(),
-           nb::keep_alive<1, 2>(), "plan"_a, "type"_a, "sizes"_a, "query_stride"_a, "key_stride"_a, "value_stride"_a,
+                    std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, std::vector<int64_t>,
+                    std::vector<int64_t>, qkv::Address, int64_t, int64_t>(),
+           nb::keep_alive<1, 2>(), "plan"_a, "type"_a, "output_type"_a, "sizes"_a, "query_stride"_a, "key_stride"_a, "value_stride"_a,
            "scale"_a, "softcap"_a, "bias"_a.none(), "dropout_threshold"_a, "query_starts"_a, "key_starts"_a,
-           "batch_origin"_a, "head_origin"_a)
+           "batch_origin"_a, "head_origin"_a, "packed_queries"_a, "packed_keys"_a, "page_table"_a, "page_stride"_a,
+           "page_size"_a)
       .def("forward", &Call::forward, "threads"_a, "seed"_a, "query"_a, "key"_a, "value"_a, "bias"_a, "sinks"_a,
            "output"_a, "lse"_a, "max_scores"_a, "shift"_a, "total"_a, "entropy"_a)
       .def("backward", &Call::backward, "threads"_a, "seed"_a, "grad_output_stride"_a, "query"_a, "key"_a, "value"_a,

@@ -22,14 +22,13 @@ OURS = (*TORCH, *NATIVE)
 EACH = pytest.mark.parametrize("backend", OURS, indirect=True)
 # For what does not reach the kernels, or reaches them as other tests do: the best instruction set speaks for all.
 ONE_NATIVE = pytest.mark.parametrize("backend", [*TORCH, *NATIVE[:1]], indirect=True)
-NARROW = (torch.bfloat16, torch.float16)  # which the native one refuses
 EACH_NATIVE = pytest.mark.parametrize("backend", NATIVE, indirect=True)
 BEST = pytest.mark.parametrize("backend", NATIVE[:1], indirect=True)
 
 
 def each_with(*types: torch.dtype) -> pytest.MarkDecorator:
     """Every engine with every `dtype` of these that it takes."""
-    pairs = [(name, dtype) for name in OURS for dtype in types if name in TORCH or dtype not in NARROW]
+    pairs = [(name, dtype) for name in OURS for dtype in types]
     return pytest.mark.parametrize("backend, dtype", pairs, indirect=["backend"])
 
 

@@ -29,10 +29,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     asked = arguments()
-    narrow = asked.backend.startswith("cpu") and asked.table == "shared"  # 16-bit cases run wider there
     exam = exam_of(asked.number, asked.table)
-    if narrow and exam.case.call.q.dtype.itemsize == 2:
-        exam = exam_of(asked.number, asked.table, dtype=torch.float32)
     print(drawn(exam.case))
     print(f"sizes {tuple(exam.case.size)}, type {exam.case.call.q.dtype}, pattern {exam.case.pattern}")
     for name, x in leaves_of(exam.case).items():

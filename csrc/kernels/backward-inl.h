@@ -27,11 +27,11 @@ template <class T>
 class BackwardPass {
  public:
   BackwardPass(const Problem& problem, const Backward& data)
-      : p_(problem), data_(data), size_(problem.plan), bias_(problem, data, size_.tiles) {}
+      : p_(problem), data_(data), given_(data), size_(problem.plan), bias_(problem, data, size_.tiles) {}
 
   Status run(const Run& run) {
-    const int64_t heads = p_.batch * p_.heads, rows = heads * p_.queries, tiles = blocks_of(p_.queries, TILE);
-    if (!deltas_.reserve(rows * sizeof(T)) || !slices_.reserve(slices() * sizeof(T)) ||
+    const int64_t heads = p_.batch * p_.heads, rows = all_rows(p_), tiles = blocks_of(p_.queries, TILE);
+    if (!make_room() || !deltas_.reserve(rows * sizeof(T)) || !slices_.reserve(slices() * sizeof(T)) ||
         !sinks_.reserve(data_.grad_sinks ? heads * tiles * sizeof(T) : 0)) {
       return Status::out_of_memory;
     }
@@ -44,6 +44,7 @@ class BackwardPass {
       tiles_.careful = true;
       status = make(run);
     }
+    if (status == Status::ok && wide_.data()) status = each(*this, p_, run, heads, &BackwardPass::round_unit);
     if (status != Status::ok) return status;
     reduce_slices();
     reduce_sinks();
@@ -51,6 +52,20 @@ class BackwardPass {
   }
 
  private:
+  // Gradients grow in the computing type: where the caller's cannot hold them, in memory of their own.
+  bool make_room() {
+    if (p_.type == TypeOf<T>::VALUE) return true;
+    const int64_t query = data_.grad_query ? all_rows(p_) * p_.head_dim : 0;
+    const int64_t key = data_.grad_key ? all_key_rows(p_) * p_.head_dim : 0;
+    const int64_t value = data_.grad_value ? all_key_rows(p_) * p_.value_dim : 0;
+    if (!wide_.reserve((query + key + value) * sizeof(T))) return false;
+    T* const own = static_cast<T*>(wide_.data());
+    if (query) data_.grad_query = own;
+    if (key) data_.grad_key = own + query;
+    if (value) data_.grad_value = own + query + key;
+    return true;
+  }
+
   int64_t slices() const { return bias_.chunks * bias_.slice * p_.batch * p_.heads; }
   int64_t bias_size() const { return p_.bias.size[0] * p_.bias.size[1] * p_.bias.size[2] * p_.bias.size[3]; }
   int64_t group() const { return p_.heads / p_.kv_heads; }
@@ -58,13 +73,15 @@ class BackwardPass {
   // Rows of dO · O less the gradient of lse, over the total; a sink's share of them.
   void prepare_unit(int64_t unit, BackwardScratch<T>& scratch, Worker&) {
     const int64_t tiles = blocks_of(p_.queries, TILE), head = unit / tiles, first = unit % tiles * TILE;
-    const int64_t b = head / p_.heads, h = head % p_.heads, count = least(TILE, p_.queries - first);
-    const int64_t wide = padded<T>(p_.value_dim), at = head * p_.queries;
-    const int64_t* stride = data_.grad_output_stride;
-    const T* output = static_cast<const T*>(data_.output) + at * p_.value_dim;
-    load_rows<T>({output, p_.value_dim, 1, nullptr, first, count}, p_.value_dim, scratch.ones, scratch.values, wide);
-    load_rows<T>({offset<T>(data_.grad_output, stride, b, h), stride[2], stride[3], nullptr, first, count}, p_.value_dim,
-                 scratch.ones, scratch.grad_values, wide);
+    const int64_t b = head / p_.heads, h = head % p_.heads, wide = padded<T>(p_.value_dim), at = first_row(p_, b, h);
+    const Range queries = queries_of(p_, b);
+    const int64_t count = least(TILE, queries.stop - queries.first - first);
+    const Type type = p_.output_type;
+    const void* const output = static_cast<const char*>(data_.output) + at * p_.value_dim * size_of(type);
+    load_rows({output, type, p_.value_dim, 1, nullptr, first, count}, p_.value_dim, scratch.ones, scratch.values, wide);
+    const Matrix grad = Matrix::of(data_.grad_output, type, data_.grad_output_stride, b, h, queries, p_.packing.queries);
+    load_rows({grad.data, type, grad.row_stride, grad.column_stride, nullptr, first, count}, p_.value_dim, scratch.ones,
+              scratch.grad_values, wide);
     T sink_sum = 0;
     for (int64_t i = 0; i < count; ++i) {
       F<T> products{};
@@ -157,14 +174,30 @@ class BackwardPass {
     }
   }
 
-  // Gradients of keys and values of a key head by the first of its query heads, those of queries by each.
-  void clear_unit(int64_t head, BackwardScratch<T>&, Worker&) {
-    const int64_t b = head / p_.heads, h = head % p_.heads, size = p_.queries * p_.head_dim;
-    if (data_.grad_query) clear<T>(data_.grad_query, head * size, size);
+  // work(gradient, its first number, how many) for those of a head: keys and values of a key head come with the first of
+  // its query heads.
+  template <class Work>
+  void of_head(int64_t head, Work work) {
+    const int64_t b = head / p_.heads, h = head % p_.heads;
+    const Range queries = queries_of(p_, b), keys = keys_of(p_, b);
+    const int64_t row = first_row(p_, b, h), rows = queries.stop - queries.first;
+    if (data_.grad_query) work(&Backward::grad_query, row * p_.head_dim, rows * p_.head_dim);
     if (h % group()) return;
-    const int64_t g = b * p_.kv_heads + h / group(), keys = p_.keys * p_.head_dim, values = p_.keys * p_.value_dim;
-    if (data_.grad_key) clear<T>(data_.grad_key, g * keys, keys);
-    if (data_.grad_value) clear<T>(data_.grad_value, g * values, values);
+    const int64_t key = first_key_row(p_, b, h / group()), count = keys.stop - keys.first;
+    if (data_.grad_key) work(&Backward::grad_key, key * p_.head_dim, count * p_.head_dim);
+    if (data_.grad_value) work(&Backward::grad_value, key * p_.value_dim, count * p_.value_dim);
+  }
+
+  void clear_unit(int64_t head, BackwardScratch<T>&, Worker&) {
+    of_head(head, [&](auto grad, int64_t first, int64_t count) { clear<T>(data_.*grad, first, count); });
+  }
+
+  // To the narrow numbers of the caller.
+  void round_unit(int64_t head, BackwardScratch<T>& scratch, Worker&) {
+    of_head(head, [&](auto grad, int64_t first, int64_t count) {
+      const void* const to = static_cast<const char*>(given_.*grad) + first * size_of(p_.type);
+      store_rows(static_cast<const T*>(data_.*grad) + first, 0, count, scratch.ones, {to, p_.type, 0, 1, nullptr, 0, 1});
+    });
   }
 
   static bool all_finite(const void* data, int64_t first, int64_t count) {
@@ -176,13 +209,10 @@ class BackwardPass {
   }
 
   void look_unit(int64_t head, BackwardScratch<T>&, Worker&) {
-    const int64_t b = head / p_.heads, h = head % p_.heads, size = p_.queries * p_.head_dim;
-    bool good = !data_.grad_query || all_finite(data_.grad_query, head * size, size);
-    if (h % group() == 0) {
-      const int64_t g = b * p_.kv_heads + h / group(), keys = p_.keys * p_.head_dim, values = p_.keys * p_.value_dim;
-      good = good && (!data_.grad_key || all_finite(data_.grad_key, g * keys, keys));
-      good = good && (!data_.grad_value || all_finite(data_.grad_value, g * values, values));
-    }
+    bool good = true;
+    of_head(head, [&](auto grad, int64_t first, int64_t count) {
+      good = good && all_finite(data_.*grad, first, count);
+    });
     if (head == 0 && data_.grad_bias) {
       good = good && (bias_.slice ? all_finite(bias_.sums, 0, slices())
                              : all_finite(data_.grad_bias, 0, bias_size()));
@@ -223,10 +253,10 @@ class BackwardPass {
   }
 
   const Problem& p_;
-  const Backward& data_;
+  Backward data_, given_;  // with gradients in the computing type, and as they are asked for
   PlanSize size_;
   BiasGradient<T> bias_;
-  Buffer deltas_, slices_, sinks_;
+  Buffer wide_, deltas_, slices_, sinks_;
   TileGradients<T> tiles_{p_, data_, bias_, size_.parts > 1};
   bool finite_ = true;
   Stage stage_{};

@@ -144,9 +144,9 @@ class TileGradients {
  private:
   // All that the backward pass needs of a tile's queries.
   void start(const Scene<T>& scene, int64_t tile, BackwardScratch<T>& scratch, Asked<T>& one) {
-    const auto rows = scene.query_rows(offset<T>(data_.query, p_.query_stride, scene.b, scene.h), p_.query_stride, tile);
-    const int64_t* stride = data_.grad_output_stride;
-    const auto grads = scene.query_rows(offset<T>(data_.grad_output, stride, scene.b, scene.h), stride, tile);
+    const Rows rows = scene.query_rows(scene.query_side(data_.query, p_.type, p_.query_stride), tile);
+    const Matrix grad_output = scene.query_side(data_.grad_output, p_.output_type, data_.grad_output_stride);
+    const Rows grads = scene.query_rows(grad_output, tile);
     const int64_t wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim), at = scene.first_row();
     one.tile = tile;
     one.count = rows.count;
@@ -174,9 +174,9 @@ class TileGradients {
 
   // One key block and the tiles that see it.
   void meet(const Scene<T>& scene, const Region& region, int64_t block, int64_t count, BackwardScratch<T>& scratch) {
-    const int64_t g = scene.group(), wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim);
-    const auto key_rows = scene.key_rows(offset<T>(data_.key, p_.key_stride, scene.b, g), p_.key_stride, block);
-    const auto value_rows = scene.key_rows(offset<T>(data_.value, p_.value_stride, scene.b, g), p_.value_stride, block);
+    const int64_t wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim);
+    const Rows key_rows = scene.kept_rows(scene.key_side(data_.key, p_.key_stride), block);
+    const Rows value_rows = scene.kept_rows(scene.key_side(data_.value, p_.value_stride), block);
     const Panel<T> keys = panel(key_rows, p_.head_dim, true, scratch.ones, scratch.keys);
     const Panel<T> values = panel(value_rows, p_.value_dim, false, scratch.ones, scratch.values);
     Sum grad_keys{}, grad_values{};
@@ -199,18 +199,17 @@ class TileGradients {
   struct Sum {
     T* data;  // null: not wanted
     int64_t stride;
-    Rows<T> rows;
+    Rows rows;
     bool copied;
   };
 
   Sum open(const Scene<T>& scene, void* grad, int64_t width, int64_t wide, int64_t block, T* copy,
            BackwardScratch<T>& scratch) {
     if (!grad) return {};
-    const int64_t stride[4] = {0, 0, width, 1};
-    T* data = static_cast<T*>(grad) + (scene.b * p_.kv_heads + scene.group()) * p_.keys * width;
-    const Rows<T> rows = scene.key_rows(data, stride, block);
-    if (!rows.slots && width == wide) return {rows.at(0), width, rows, false};
-    load_rows<T>(rows, width, scratch.ones, copy, wide);
+    const T* const data = static_cast<const T*>(grad) + first_key_row(p_, scene.b, scene.group()) * width;
+    const Rows rows = scene.key_rows({data, TypeOf<T>::VALUE, width, 1}, block);
+    if (!rows.slots && width == wide) return {rows.place<T>(0), width, rows, false};
+    load_rows(rows, width, scratch.ones, copy, wide);
     return {copy, wide, rows, true};
   }
 
@@ -301,11 +300,12 @@ class TileGradients {
       add_rule_gradient(rule_of(scene, data_.bias), scene.natural(), *scratch.at, grads, scratch.strip, sums);
       return;
     }
-    const int64_t stride[4] = {0, 0, bias.size[2] > 1 ? bias.size[3] : 0, bias.size[3] > 1 ? 1 : 0};
+    const int64_t row_stride = bias.size[2] > 1 ? bias.size[3] : 0, column_stride = bias.size[3] > 1 ? 1 : 0;
     const int64_t head = (bias.size[0] > 1 ? scene.b : 0) * bias.size[1] + (bias.size[1] > 1 ? scene.h : 0);
-    T* data = sums ? sums : static_cast<T*>(data_.grad_bias) + head * bias.size[2] * bias.size[3];
-    const Rows<T> rows = scene.query_rows(data, stride, one.tile), columns = scene.key_rows(data, stride, block);
-    if (stride[2] != 0 && stride[3] != 0 && scene.natural()) {
+    const T* const data = sums ? sums : static_cast<const T*>(data_.grad_bias) + head * bias.size[2] * bias.size[3];
+    const Matrix matrix{data, TypeOf<T>::VALUE, row_stride, column_stride};
+    const Rows rows = scene.query_rows(matrix, one.tile), columns = scene.key_rows(matrix, block);
+    if (row_stride != 0 && column_stride != 0 && scene.natural()) {
       add_turned_gradient(rows, block * TILE, grads, scratch.rows);
     } else {
       add_tensor_gradient(rows, columns, grads);
@@ -313,10 +313,10 @@ class TileGradients {
   }
 
   void add_query_gradient(const Scene<T>& scene, BackwardScratch<T>& scratch, Asked<T>& one) {
-    const int64_t stride[4] = {0, 0, p_.head_dim, 1}, wide = padded<T>(p_.head_dim);
-    T* data = static_cast<T*>(data_.grad_query) + scene.first_row() * p_.head_dim;
-    const Rows<T> rows = scene.query_rows(data, stride, one.tile);
-    if (add_) load_rows<T>(rows, p_.head_dim, scratch.ones, scratch.rows, wide);
+    const int64_t wide = padded<T>(p_.head_dim);
+    const T* const data = static_cast<const T*>(data_.grad_query) + scene.first_row() * p_.head_dim;
+    const Rows rows = scene.query_rows({data, TypeOf<T>::VALUE, p_.head_dim, 1}, one.tile);
+    if (add_) load_rows(rows, p_.head_dim, scratch.ones, scratch.rows, wide);
     for (int64_t i = 0; i < rows.count * wide; i += LANES<T>) {
       const F<T> sum = load(one.grad_query + i) * static_cast<T>(p_.scale);
       store(one.grad_query + i, add_ ? load(scratch.rows + i) + sum : sum);

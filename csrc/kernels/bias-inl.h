@@ -27,25 +27,10 @@ inline V in_bits(V x, T) {
 template <class T>
 T number_of(const void* data, Type type, int64_t index) {
   switch (type) {
-    case Type::float64: {  // the caller has seen to it that finite numbers fit
-      return static_cast<T>(static_cast<const double*>(data)[index]);
-    }
-    case Type::bfloat16: {
-      const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(data)[index]) << 16;
-      float value;
-      __builtin_memcpy(&value, &bits, sizeof value);
-      return static_cast<T>(value);
-    }
-    case Type::float16: {
-      const uint16_t half = static_cast<const uint16_t*>(data)[index];
-      const int exponent = half >> 10 & 31, mantissa = half & 1023;
-      const double size = exponent == 31  ? (mantissa ? __builtin_nan("") : __builtin_inf())
-                          : exponent == 0 ? __builtin_ldexp(mantissa, -24)
-                                          : __builtin_ldexp(mantissa + 1024, exponent - 25);
-      return static_cast<T>(half & 0x8000 ? -size : size);
-    }
-    default:
-      return static_cast<T>(static_cast<const float*>(data)[index]);
+    case Type::float64: return static_cast<T>(static_cast<const double*>(data)[index]);  // finite ones fit: see abi.h
+    case Type::float32: return static_cast<T>(static_cast<const float*>(data)[index]);
+    case Type::float16: return static_cast<T>(number_as<float>(static_cast<const Half*>(data)[index]));
+    default: return static_cast<T>(number_as<float>(static_cast<const Bfloat*>(data)[index]));
   }
 }
 
@@ -88,22 +73,31 @@ TileBias<T> gathered_bias(const Rule<T>& rule, const Positions& at, Range keys, 
 
 // A tensor that is dense along the keys, in natural order: whole rows, turned round.
 template <class T>
-void turned_bias(const Rows<const T>& rows, Range keys, int64_t width, T* by_query, T* tile) {
+void turned_bias(const Rows& rows, int64_t first_key, Range keys, int64_t width, T* by_query, T* tile) {
   const int64_t columns = padded<T>(keys.stop);
-  for (int64_t i = 0; i < width; ++i) {
-    const T* from = i < rows.count ? rows.at(i) : nullptr;
-    T* to = by_query + i * TILE;
-    int64_t k = 0;
-    if (from) {
-      for (; k + LANES<T> <= keys.stop; k += LANES<T>) {
-        __builtin_prefetch(from + k + TILE);  // what the next tile will read, which no pattern of addresses foretells
-        store(to + k, in_bits(load(from + k), T()));
+  with_stored<T>(rows.type, [&](auto stored) {
+    using E = decltype(stored);
+    for (int64_t i = 0; i < width; ++i) {
+      const E* from = i < rows.count ? rows.at<E>(i) + first_key : nullptr;
+      T* to = by_query + i * TILE;
+      int64_t k = 0;
+      if (from) {
+        for (; k + LANES<T> <= keys.stop; k += LANES<T>) {
+          __builtin_prefetch(from + k + TILE);  // what the next tile will read, which no pattern of addresses foretells
+          store(to + k, in_bits(load_as<T>(from + k), T()));
+        }
+        for (; k < keys.stop; ++k) to[k] = in_bits(number_as<T>(from[k]), T());
       }
-      for (; k < keys.stop; ++k) to[k] = in_bits(from[k], T());
+      for (; k < columns; ++k) to[k] = 0;
     }
-    for (; k < columns; ++k) to[k] = 0;
-  }
+  });
   transpose(by_query, TILE, width, columns, tile, width);
+}
+
+// Whether numbers of a type are read as T without a loss of range.
+template <class T>
+bool stored_beside(Type type) {
+  return type == TypeOf<T>::VALUE || (sizeof(T) == 4 && type != Type::float64);
 }
 
 template <class T>
@@ -111,14 +105,13 @@ TileBias<T> tensor_bias(const Scene<T>& scene, const void* data, int64_t tile_nu
                         int64_t width, T* scratch, T* tile) {
   const Bias& bias = scene.problem.bias;
   const int64_t base = scene.b * bias.stride[0] + scene.h * bias.stride[1];
-  const auto rows = scene.query_rows(static_cast<const T*>(data) + base, bias.stride, tile_number);
-  if (bias.type == scene.problem.type && bias.stride[3] == 1 && bias.stride[2] != 0 && scene.natural()) {
-    Rows<const T> shifted = rows;
-    shifted.data += block * TILE;
-    turned_bias(shifted, keys, width, scratch, tile);
+  const Matrix matrix{static_cast<const char*>(data) + base * size_of(bias.type), bias.type, bias.stride[2], bias.stride[3]};
+  const Rows rows = scene.query_rows(matrix, tile_number);
+  if (stored_beside<T>(bias.type) && bias.stride[3] == 1 && bias.stride[2] != 0 && scene.natural()) {
+    turned_bias(rows, block * TILE, keys, width, scratch, tile);
     return {tile, width};
   }
-  const auto columns = scene.key_rows(data, bias.stride, block);
+  const Rows columns = scene.key_rows(matrix, block);
   const Range filled = bias.stride[3] == 0 ? Range{0, 1} : keys;
   for (int64_t k = filled.first; k < filled.stop; ++k) {
     const int64_t column = base + most(columns.row(k), 0) * bias.stride[3];
@@ -158,10 +151,10 @@ struct TileGradient {
 
 // Added to a tensor's gradient: summed along each axis whose stride is 0.
 template <class T>
-void add_tensor_gradient(const Rows<T>& rows, const Rows<T>& columns, const TileGradient<T>& grads) {
+void add_tensor_gradient(const Rows& rows, const Rows& columns, const TileGradient<T>& grads) {
   for (int64_t i = grads.share.lanes.first; i < grads.lanes_stop; ++i) {
     if (rows.row(i) < 0) continue;
-    T* row = rows.at(i);
+    T* row = rows.place<T>(i);
     T sum = 0;
     for (int64_t k = grads.share.keys.first; k < grads.share.keys.stop; ++k) {
       const T grad = grads.ds[k * grads.width + i];
@@ -174,14 +167,14 @@ void add_tensor_gradient(const Rows<T>& rows, const Rows<T>& columns, const Tile
 
 // The same where rows and keys stand as in the tensor: the tile is turned round and added in whole vectors.
 template <class T>
-void add_turned_gradient(const Rows<T>& rows, int64_t first_key, const TileGradient<T>& grads, T* scratch) {
+void add_turned_gradient(const Rows& rows, int64_t first_key, const TileGradient<T>& grads, T* scratch) {
   const auto [lanes, keys] = grads.share;
   const int64_t start = keys.first / LANES<T> * LANES<T>, columns = padded<T>(keys.stop) - start;
   transpose(grads.ds + start * grads.width + lanes.first, grads.width, columns, lanes.stop - lanes.first, scratch,
             TILE);
   for (int64_t i = lanes.first; i < grads.lanes_stop; ++i) {
     const T* from = scratch + (i - lanes.first) * TILE - start;
-    T* to = rows.at(i) + first_key;
+    T* to = rows.place<T>(i) + first_key;
     int64_t k = keys.first;
     for (; k + LANES<T> <= keys.stop; k += LANES<T>) {
       __builtin_prefetch(to + k + TILE, 1);

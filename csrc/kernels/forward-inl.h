@@ -86,11 +86,7 @@ class ForwardPass {
 
   Status run(const Run& run) {
     const int64_t heads = p_.batch * p_.heads, rows = blocks_of(p_.queries, TILE);
-    if (size_.merged && !data_.shift) {
-      if (!state_.reserve(2 * heads * p_.queries * sizeof(T))) return Status::out_of_memory;
-      data_.shift = state_.data();
-      data_.total = static_cast<T*>(state_.data()) + heads * p_.queries;
-    }
+    if (size_.merged && !keep_state()) return Status::out_of_memory;
     Status status = Status::ok;
     if (size_.merged) status = each(*this, p_, run, heads * rows, &ForwardPass::begin_unit);
     together_ = tiles_together(run.threads);
@@ -102,6 +98,17 @@ class ForwardPass {
   }
 
  private:
+  // Between parts the states of all rows wait in the results, and where those cannot hold them in memory of their own.
+  bool keep_state() {
+    const int64_t rows = all_rows(p_), sums = p_.output_type == TypeOf<T>::VALUE ? 0 : rows * p_.value_dim;
+    const int64_t totals = data_.shift ? 0 : 2 * rows;
+    if (!state_.reserve((sums + totals) * sizeof(T))) return false;
+    T* const own = static_cast<T*>(state_.data());
+    sums_ = sums ? own : static_cast<T*>(data_.output);
+    if (totals) data_.shift = own + sums, data_.total = own + sums + rows;
+    return true;
+  }
+
   // Tiles that walk together: fewer where threads would have nothing to do.
   int64_t tiles_together(int64_t threads) const {
     int64_t count = TOGETHER;
@@ -128,15 +135,15 @@ class ForwardPass {
         walk<true>(scene, &one, 1, scratch, worker);
       }
       if (size_.merged) {
-        keep(output_rows(scene, one.tile), scene.first_row(), one, scratch);
+        keep(scene.query_rows(sums(scene.first_row()), one.tile), scene.first_row(), one, scratch);
       } else {
-        finish(output_rows(scene, one.tile), scene.first_row(), scene.h, one, scratch);
+        finish(scene.query_rows(output(scene.first_row()), one.tile), scene.first_row(), scene.h, one, scratch);
       }
     }
   }
 
   void start(const Scene<T>& scene, int64_t tile, ForwardScratch<T>& scratch, Online<T>& one) {
-    const auto rows = scene.query_rows(offset<T>(data_.query, p_.query_stride, scene.b, scene.h), p_.query_stride, tile);
+    const Rows rows = scene.query_rows(scene.query_side(data_.query, p_.type, p_.query_stride), tile);
     one.tile = tile;
     one.count = rows.count;
     one.width = padded<T>(rows.count);
@@ -145,7 +152,7 @@ class ForwardPass {
     load_lanes(rows, p_.head_dim, scratch.scales, scratch.rows, wide);
     transpose(scratch.rows, wide, one.width, wide, one.query, one.width);
     if (size_.merged) {
-      resume(output_rows(scene, tile), scene.first_row(), one, scratch);
+      resume(scene.query_rows(sums(scene.first_row()), tile), scene.first_row(), one, scratch);
     } else {
       reset(one);
     }
@@ -159,13 +166,11 @@ class ForwardPass {
 
   template <bool CAREFUL>
   void walk(const Scene<T>& scene, Online<T>* tiles, int64_t count, ForwardScratch<T>& scratch, Worker& worker) {
-    const T* key = offset<T>(data_.key, p_.key_stride, scene.b, scene.group());
-    const T* value = offset<T>(data_.value, p_.value_stride, scene.b, scene.group());
+    const Matrix key = scene.key_side(data_.key, p_.key_stride), value = scene.key_side(data_.value, p_.value_stride);
     while (!worker.stopped()) {
       const int64_t block = next_block(tiles, count);
       if (block == NO_BLOCK) return;
-      const auto key_rows = scene.key_rows(key, p_.key_stride, block);
-      const auto value_rows = scene.key_rows(value, p_.value_stride, block);
+      const Rows key_rows = scene.kept_rows(key, block), value_rows = scene.kept_rows(value, block);
       const Panel<T> keys = panel(key_rows, p_.head_dim, false, scratch.ones, scratch.keys);
       const Panel<T> values = panel(value_rows, p_.value_dim, true, scratch.ones, scratch.values);
       for (int64_t i = 0; i < count; ++i) {
@@ -215,14 +220,15 @@ class ForwardPass {
     multiply_as<T, Order::columns, CAREFUL>(product, rows, wide, depth, {scratch.seen + seen.first, lanes.first});
   }
 
-  // A tile's rows of the output.
-  Rows<T> output_rows(const Scene<T>& scene, int64_t tile) const {
-    T* output = static_cast<T*>(data_.output) + scene.first_row() * p_.value_dim;
-    return scene.query_rows(output, output_stride_, tile);
+  // The output of a (b, h), and what waits for it between parts; `first`: its first row.
+  Matrix output(int64_t first) const {
+    const char* const data = static_cast<const char*>(data_.output) + first * p_.value_dim * size_of(p_.output_type);
+    return {data, p_.output_type, p_.value_dim, 1};
   }
+  Matrix sums(int64_t first) const { return {sums_ + first * p_.value_dim, TypeOf<T>::VALUE, p_.value_dim, 1}; }
 
   // Divide by the sums; a sink joins here, since it has no value.
-  void finish(const Rows<T>& rows, int64_t first, int64_t h, const Online<T>& one, ForwardScratch<T>& scratch) {
+  void finish(const Rows& rows, int64_t first, int64_t h, const Online<T>& one, ForwardScratch<T>& scratch) {
     const T keep_scale = keep_scale_of<T>(p_);
     for (int64_t i = 0; i < rows.count; ++i) {
       const T keys = one.total[i];
@@ -254,8 +260,8 @@ class ForwardPass {
     store_rows(one.output, padded<T>(p_.value_dim), p_.value_dim, scratch.decay, rows);
   }
 
-  // Between parts the states of all rows wait in the results themselves; `first`: row 0 of the (b, h).
-  void keep(const Rows<T>& rows, int64_t first, const Online<T>& one, ForwardScratch<T>& scratch) {
+  // A state put away between parts, and taken up again; `first`: row 0 of the (b, h).
+  void keep(const Rows& rows, int64_t first, const Online<T>& one, ForwardScratch<T>& scratch) {
     store_rows(one.output, padded<T>(p_.value_dim), p_.value_dim, scratch.ones, rows);
     for (int64_t i = 0; i < rows.count; ++i) {
       if (rows.row(i) < 0) continue;
@@ -266,7 +272,7 @@ class ForwardPass {
     }
   }
 
-  void resume(const Rows<T>& rows, int64_t first, Online<T>& one, ForwardScratch<T>& scratch) {
+  void resume(const Rows& rows, int64_t first, Online<T>& one, ForwardScratch<T>& scratch) {
     one.count = rows.count;
     reset(one);
     load_rows<T>(rows, p_.value_dim, scratch.ones, one.output, padded<T>(p_.value_dim));
@@ -281,36 +287,37 @@ class ForwardPass {
 
   // Rows of the call in natural order, whatever the parts' orders.
   struct Unit {
-    int64_t head, first;
-    Rows<T> rows;
+    int64_t h, first, tile, count;
+
+    Rows rows(const Matrix& m) const { return {m.data, m.type, m.row_stride, m.column_stride, nullptr, tile * TILE, count}; }
   };
   Unit natural_unit(int64_t unit) const {
-    const int64_t tiles = blocks_of(p_.queries, TILE), head = unit / tiles, tile = unit % tiles;
-    T* output = static_cast<T*>(data_.output) + head * p_.queries * p_.value_dim;
-    return {head, head * p_.queries,
-            {output, p_.value_dim, 1, nullptr, tile * TILE, least(TILE, p_.queries - tile * TILE)}};
+    const int64_t tiles = blocks_of(p_.queries, TILE), head = unit / tiles, tile = unit % tiles, b = head / p_.heads;
+    const Range queries = queries_of(p_, b);
+    const int64_t count = most(0, least(TILE, queries.stop - queries.first - tile * TILE));
+    return {head % p_.heads, first_row(p_, b, head % p_.heads), tile, count};
   }
 
   void begin_unit(int64_t unit, ForwardScratch<T>& scratch, Worker&) {
     const Unit at = natural_unit(unit);
     Online<T>& one = scratch.tiles[0];
-    one.count = at.rows.count;
+    one.count = at.count;
     reset(one);
-    keep(at.rows, at.first, one, scratch);
+    keep(at.rows(sums(at.first)), at.first, one, scratch);
   }
 
   void finish_unit(int64_t unit, ForwardScratch<T>& scratch, Worker&) {
     const Unit at = natural_unit(unit);
     Online<T>& one = scratch.tiles[0];
-    resume(at.rows, at.first, one, scratch);
-    finish(at.rows, at.first, at.head % p_.heads, one, scratch);
+    resume(at.rows(sums(at.first)), at.first, one, scratch);
+    finish(at.rows(output(at.first)), at.first, at.h, one, scratch);
   }
 
   const Problem& p_;
   Forward data_;
-  const int64_t output_stride_[4] = {0, 0, p_.value_dim, 1};
   PlanSize size_;
   Buffer state_;
+  T* sums_ = nullptr;
   int64_t stage_ = 0, together_ = TOGETHER;
 };
 

@@ -1,43 +1,64 @@
 // Moving rows between the caller's tensors and dense scratch, and turning scratch round.
 #pragma once
 
-#include "../abi.h"
-#include "vec.h"
+#include "narrow-inl.h"
+#include "walk-inl.h"
 
 namespace {
 
-// Some rows of a matrix of the caller: natural rows from `first` on, or those that slots name.
-template <class T>
-struct Rows {
-  T* data;                // of row 0, column 0
-  int64_t row_stride, column_stride;
-  const int32_t* slots;   // row of each slot from `first` on, -1 for padding; null: slot i is row i
-  int64_t first, count;
+// Where the rows of a sequence lie: page c of a table holds rows c · size to (c + 1) · size; without a table, in order.
+struct PageTable {
+  const int32_t* pages;
+  int64_t size;
 
-  operator Rows<const T>() const { return {data, row_stride, column_stride, slots, first, count}; }
+  int64_t row(int64_t i) const { return pages ? pages[i / size] * size + i % size : i; }
+};
+
+// Some rows of a matrix of the caller: natural rows from `first` on, or those that slots name.
+struct Rows {
+  const void* data;  // of row 0, column 0
+  Type type;         // of its numbers
+  int64_t row_stride, column_stride;
+  const int32_t* slots;  // row of each slot from `first` on, -1 for padding; null: slot i is row i
+  int64_t first, count;
+  PageTable table{};
+
+  // The row of the call, -1 for padding; and where it begins.
   int64_t row(int64_t i) const { return slots ? slots[first + i] : first + i; }
-  T* at(int64_t i) const { return data + row(i) * row_stride; }
+  template <class E>
+  const E* at(int64_t i) const {
+    return static_cast<const E*>(data) + table.row(row(i)) * row_stride;
+  }
+  template <class E>
+  E* place(int64_t i) const {  // in a matrix that is the caller's to be written
+    return const_cast<E*>(at<E>(i));
+  }
+  // Whether the rows lie evenly, row_stride apart.
+  bool even() const { return !slots && (!table.pages || first / table.size == (first + most(count, 1) - 1) / table.size); }
 };
 
 // Row i of `to` = factors[i] · row i, in whole vectors, zero beyond the width and for padding.
 template <class T>
-void load_rows(const Rows<const T>& from, int64_t width, const T* factors, T* to, int64_t to_stride) {
-  const int64_t whole = from.column_stride == 1 ? width / LANES<T> * LANES<T> : 0;
-  for (int64_t i = 0; i < from.count; ++i, to += to_stride) {
-    if (from.row(i) < 0) {
-      for (int64_t c = 0; c < to_stride; c += LANES<T>) store(to + c, F<T>{});
-      continue;
+void load_rows(const Rows& from, int64_t width, const T* factors, T* to, int64_t to_stride) {
+  with_stored<T>(from.type, [&](auto stored) {
+    using E = decltype(stored);
+    const int64_t whole = from.column_stride == 1 ? width / LANES<T> * LANES<T> : 0;
+    for (int64_t i = 0; i < from.count; ++i, to += to_stride) {
+      if (from.row(i) < 0) {
+        for (int64_t c = 0; c < to_stride; c += LANES<T>) store(to + c, F<T>{});
+        continue;
+      }
+      const E* row = from.at<E>(i);
+      for (int64_t c = 0; c < whole; c += LANES<T>) store(to + c, load_as<T>(row + c) * factors[i]);
+      for (int64_t c = whole; c < width; ++c) to[c] = number_as<T>(row[c * from.column_stride]) * factors[i];
+      for (int64_t c = width; c < to_stride; ++c) to[c] = 0;
     }
-    const T* row = from.at(i);
-    for (int64_t c = 0; c < whole; c += LANES<T>) store(to + c, load(row + c) * factors[i]);
-    for (int64_t c = whole; c < width; ++c) to[c] = row[c * from.column_stride] * factors[i];
-    for (int64_t c = width; c < to_stride; ++c) to[c] = 0;
-  }
+  });
 }
 
 // As load_rows, with rows of zeros up to whole vectors of lanes.
 template <class T>
-void load_lanes(const Rows<const T>& from, int64_t width, const T* factors, T* to, int64_t to_stride) {
+void load_lanes(const Rows& from, int64_t width, const T* factors, T* to, int64_t to_stride) {
   load_rows(from, width, factors, to, to_stride);
   const int64_t end = padded<T>(from.count) * to_stride;
   for (int64_t i = from.count * to_stride; i < end; i += LANES<T>) store(to + i, F<T>{});
@@ -45,14 +66,17 @@ void load_lanes(const Rows<const T>& from, int64_t width, const T* factors, T* t
 
 // Row i of the caller = factors[i] · row i of `from`; padding is dropped.
 template <class T>
-void store_rows(const T* from, int64_t from_stride, int64_t width, const T* factors, const Rows<T>& to) {
-  const int64_t whole = to.column_stride == 1 ? width / LANES<T> * LANES<T> : 0;
-  for (int64_t i = 0; i < to.count; ++i, from += from_stride) {
-    if (to.row(i) < 0) continue;
-    T* row = to.at(i);
-    for (int64_t c = 0; c < whole; c += LANES<T>) store(row + c, load(from + c) * factors[i]);
-    for (int64_t c = whole; c < width; ++c) row[c * to.column_stride] = from[c] * factors[i];
-  }
+void store_rows(const T* from, int64_t from_stride, int64_t width, const T* factors, const Rows& to) {
+  with_stored<T>(to.type, [&](auto stored) {
+    using E = decltype(stored);
+    const int64_t whole = to.column_stride == 1 ? width / LANES<T> * LANES<T> : 0;
+    for (int64_t i = 0; i < to.count; ++i, from += from_stride) {
+      if (to.row(i) < 0) continue;
+      E* row = to.place<E>(i);
+      for (int64_t c = 0; c < whole; c += LANES<T>) store_as<T>(row + c, load(from + c) * factors[i]);
+      for (int64_t c = whole; c < width; ++c) row[c * to.column_stride] = number_from<E>(from[c] * factors[i]);
+    }
+  });
 }
 
 // The low or high halves of two vectors, interleaved.

@@ -25,6 +25,7 @@ class Call:
         self,
         plan: Plan,
         type: int,  # noqa: A002
+        output_type: int,
         sizes: _Sizes,
         query_stride: _Four,
         key_stride: _Four,
@@ -37,6 +38,11 @@ class Call:
         key_starts: list[int],
         batch_origin: int,
         head_origin: int,
+        packed_queries: list[int],
+        packed_keys: list[int],
+        page_table: int,
+        page_stride: int,
+        page_size: int,
     ) -> None: ...
     def forward(
         self,

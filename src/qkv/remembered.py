@@ -75,7 +75,7 @@ class _Known(torch.autograd.Function):
         with without_autocast(query.device):
             if torch.is_grad_enabled():
                 grads = grad_output, None
-                gradients = differentiable_gradients(*work, wanted, grads)
+                gradients = differentiable_gradients(*work[:4], wanted, grads)
             else:
                 saved, prepared = (output, state[0], state[1]), known.prepared
                 if (query.stride(), key.stride(), value.stride()) != known.strides:  # a hook gave other memory back
@@ -145,7 +145,7 @@ def remember(key: Hashable | None, question: Question, choice: Choice, pattern: 
         tuple(tensor.stride() for tensor in question.tensors[:3]),
         question.views.layout == "BLHD",
         blank.expand(*rows, problem.value_dim),
-        blank.expand(2, *rows),
+        blank.to(problem.compute_dtype).expand(2, *rows),
     )
     if len(_known) > MOST:
         _known.popitem(last=False)

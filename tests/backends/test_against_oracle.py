@@ -16,8 +16,6 @@ def check(number: int, backend: str, device: torch.device, *, gradients: bool) -
     exam = exam_of(number, gradients=gradients)
     if backend == "cpu" and device.type != "cpu":
         pytest.skip("cpu answers for CPU tensors alone")
-    if backend == "cpu" and exam.case.call.q.dtype in engines.NARROW:  # which it refuses: the same question, wider
-        exam = exam_of(number, gradients=gradients, dtype=torch.float32)
     sit(exam, backend, device)
 
 

@@ -52,6 +52,20 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
+class Packing(NamedTuple):
+    """Batch rows of different length, one after another along L and S: the first row of each, and the end, (B + 1)."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+class Pages(NamedTuple):
+    """Keys and values that lie in pages of one pool, whose rows are (1, G, pages · size)."""
+
+    table: Tensor  # int32 (B, n), contiguous: the page of keys c · size to (c + 1) · size of a batch row
+    size: int
+
+
 class Work(NamedTuple):
     """One call as an engine gets it."""
 
@@ -59,6 +73,8 @@ class Work(NamedTuple):
     tensors: Tensors
     plan: PatternPlan
     seed: int
+    packing: Packing | None = None  # packed: q (1, H, total L, D) and so on; the problem's L and S are the longest
+    pages: Pages | None = None
 
 
 class Incoming(NamedTuple):

@@ -45,15 +45,15 @@ class Blockwise:
         """What the pattern hides comes in with weight 0, and if it was NaN or infinite the output shows it, for
         0 · NaN is NaN. Then everything is done again with care.
         """
-        outcome = forward(*work, careful=False)
+        outcome = forward(*work[:4], careful=False)
         if all_finite(outcome.output, outcome.total):
             return outcome, False
-        return forward(*work, careful=True), True
+        return forward(*work[:4], careful=True), True
 
     def gradients(
         self, work: Work, outcome: Outcome, incoming: Incoming, wanted: Wanted, *, careful: bool
     ) -> Gradients:
-        found = backward(*work, outcome, *incoming, wanted, careful=careful)
+        found = backward(*work[:4], outcome, *incoming, wanted, careful=careful)
         if careful or all_finite(*found):
             return found
-        return backward(*work, outcome, *incoming, wanted, careful=True)
+        return backward(*work[:4], outcome, *incoming, wanted, careful=True)

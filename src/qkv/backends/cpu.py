@@ -1,4 +1,4 @@
-"""The native CPU core: every pattern in float32 and float64, forward and backward, at the cost of its tiles."""
+"""The native CPU core: every pattern, forward and backward, at the cost of its tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv.backends.autograd import Wanted, run
-from qkv.backends.base import Cost, Gradients, Incoming, Outcome, Result, Work, pattern_plan
+from qkv.backends.base import Cost, Gradients, Incoming, Outcome, Packing, Pages, Result, Work, pattern_plan
 from qkv.backends.extension import MISSING, native
 from qkv.dropout import threshold
 from qkv.patterns.axis import TILE, Axis, Ordered
@@ -34,8 +34,8 @@ class Cpu:
         reasons = []
         if problem.device.type not in {"cpu", "meta"}:
             reasons.append(f"it runs on the CPU, the tensors are on {problem.device}")
-        if problem.dtype not in {torch.float32, torch.float64}:
-            reasons.append(f"it takes float32 and float64, not {dtype_name(problem.dtype)}")
+        if problem.dtype not in TYPES:
+            reasons.append(f"it takes {', '.join(map(dtype_name, TYPES))}, not {dtype_name(problem.dtype)}")
         if max(problem.head_dim, problem.value_dim) > WIDEST:
             widths = f"D = {problem.head_dim}, V = {problem.value_dim}"
             reasons.append(f"it takes widths up to {WIDEST}, not {widths}")
@@ -73,8 +73,9 @@ class Prepared:
     call: native.Call
 
     @classmethod
-    def of(cls, work: Work) -> Prepared:
-        return cls(native_call(work.problem, as_the_core_reads(work.problem, work.tensors), work.plan))
+    def of(cls, work: Work, output: torch.dtype | None = None) -> Prepared:
+        """`output`: its type where it is not that of the inputs, the compute type."""
+        return cls(native_call(work, as_the_core_reads(work.problem, work.tensors), output or work.problem.dtype))
 
     def output(self, tensors: Tensors, output: Tensor, seed: int, state: Tensor | None = None) -> Tensor:
         """The output alone, of q, k and v alone, into (B, H, L, V); `state` (2, B, H, L) takes shift and total."""
@@ -87,18 +88,21 @@ class Prepared:
         self.call.forward(torch.get_num_threads(), seed, *given, output.data_ptr(), 0, 0, shift, total, 0)
         return output
 
-    def answer(self, work: Work) -> tuple[Outcome, bool]:
-        """The core looks at each tile that it makes, and makes it again with care where it is not finite."""
-        problem, tensors, _, seed = work
-        query, aux = tensors.query, problem.aux
-        rows = (problem.batch, problem.heads, problem.queries)
-        output = query.new_empty((*rows, problem.value_dim))
-        lse, shift, total = query.new_empty(rows), query.new_empty(rows), query.new_empty(rows)
-        max_scores = query.new_empty(rows) if aux.max_scores else None
-        entropy = query.new_empty(rows) if aux.entropy else None
-        every = (*as_the_core_reads(problem, tensors), output, lse, max_scores, shift, total, entropy)
+    def answer(self, work: Work, output: torch.dtype | None = None) -> tuple[Outcome, bool]:
+        """The core looks at each tile that it makes, and makes it again with care where it is not finite.
+
+        `output`: the type that it was made with.
+        """
+        problem, tensors, seed = work.problem, work.tensors, work.seed
+        aux, query = problem.aux, tensors.query
+        rows, wide = query.shape[:3], problem.compute_dtype
+        made = query.new_empty((*rows, problem.value_dim), dtype=output or problem.dtype)
+        lse, shift, total = (query.new_empty(rows, dtype=wide) for _ in range(3))
+        max_scores = query.new_empty(rows, dtype=wide) if aux.max_scores else None
+        entropy = query.new_empty(rows, dtype=wide) if aux.entropy else None
+        every = (*as_the_core_reads(problem, tensors), made, lse, max_scores, shift, total, entropy)
         self.call.forward(torch.get_num_threads(), seed, *map(address, every))  # `every` lives until the core returns
-        return Outcome(output, lse, shift, total, max_scores, entropy), False
+        return Outcome(made, lse, shift, total, max_scores, entropy), False
 
     def gradients(
         self, work: Work, outcome: Outcome, incoming: Incoming, wanted: Wanted, *, careful: bool
@@ -111,13 +115,14 @@ class Prepared:
         """Gradients from output, shift and total: the core looks at them when they are whole, and makes them again
         with care where they are not finite.
         """
-        problem, tensors, _, seed = work
+        problem, tensors, seed = work.problem, work.tensors, work.seed
+        wide = problem.compute_dtype
         made = [
-            tensor.new_empty(tensor.shape, dtype=problem.dtype) if tensor is not None and want else None
-            for tensor, want in zip(tensors, wanted, strict=True)
+            tensor.new_empty(tensor.shape, dtype=dtype) if tensor is not None and want else None
+            for tensor, want, dtype in zip(tensors, wanted, (*[problem.dtype] * 3, wide, wide), strict=True)
         ]
         if tensors.bias is not None and made[3] is not None:  # can be large, and fresh pages come filled with zeros
-            made[3] = torch.zeros(tensors.bias.shape, dtype=problem.dtype, device=problem.device)
+            made[3] = torch.zeros(tensors.bias.shape, dtype=wide, device=problem.device)
         grad_output = in_memory(incoming.output)
         grad_lse = None if incoming.lse is None else in_memory(incoming.lse).contiguous()
         every = (*as_the_core_reads(problem, tensors), *saved, grad_output, grad_lse, *made)
@@ -138,18 +143,18 @@ def in_memory(gradient: Tensor) -> Tensor:
 
 
 def as_the_core_reads(problem: Problem, tensors: Tensors) -> Tensors:
-    """Slopes, tables and sinks, which are small, dense and in the type of the call; all else as it is."""
+    """Slopes, tables and sinks, which are small, dense and in the compute type; all else as it is."""
     bias, sinks = tensors.bias, tensors.sinks
     if bias is not None and problem.bias != "tensor":
-        bias = bias.to(problem.dtype).contiguous()
+        bias = bias.to(problem.compute_dtype).contiguous()
     if sinks is not None:
-        sinks = sinks.to(problem.dtype).contiguous()
+        sinks = sinks.to(problem.compute_dtype).contiguous()
     return tensors._replace(bias=bias, sinks=sinks)
 
 
-def native_call(problem: Problem, tensors: Tensors, plan: PatternPlan) -> native.Call:
+def native_call(work: Work, tensors: Tensors, output: torch.dtype) -> native.Call:
     """The problem as the core knows it, for tensors of these strides."""
-    bias = None
+    problem, bias = work.problem, None
     if tensors.bias is not None and problem.bias is not None:
         size = (*tensors.bias.shape, 1, 1, 1)[:4]
         stride = (*tensors.bias.stride(), 0, 0, 0)[:4]
@@ -157,8 +162,9 @@ def native_call(problem: Problem, tensors: Tensors, plan: PatternPlan) -> native
         bias = (KINDS[problem.bias], TYPES[tensors.bias.dtype], size, stride)
     origin = problem.origin
     return native.Call(
-        native_plan(plan),
+        native_plan(work.plan),
         TYPES[problem.dtype],
+        TYPES[output],
         (
             problem.batch,
             problem.heads,
@@ -179,7 +185,22 @@ def native_call(problem: Problem, tensors: Tensors, plan: PatternPlan) -> native
         list(origin.key),
         origin.batch,
         origin.head,
+        *_packed(work.packing),
+        *_paged(work.pages),
     )
+
+
+def _packed(packing: Packing | None) -> tuple[list[int], list[int]]:
+    return ([], []) if packing is None else (list(packing.queries), list(packing.keys))
+
+
+def _paged(pages: Pages | None) -> tuple[int, int, int]:
+    """The table, which the call borrows, its stride, and the size of a page."""
+    if pages is None:
+        return 0, 0, 1
+    assert pages.table.dtype == torch.int32
+    assert pages.table.is_contiguous()
+    return pages.table.data_ptr(), pages.table.shape[1], pages.size
 
 
 def _softcap(problem: Problem) -> float:
