@@ -12,15 +12,21 @@ struct Target {
   bool (*runs_here)();
 };
 
+#ifdef QKV_HAS_AVX512
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("bmi2");
+}
+#endif
+
 // What the build made, best first. A processor must have all that the compiler may use for the target.
 const Target TARGETS[] = {
+#ifdef QKV_HAS_AVX512BF16
+    {KERNELS_AVX512BF16, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }},
+#endif
 #ifdef QKV_HAS_AVX512
-    {KERNELS_AVX512,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
-              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-     }},
+    {KERNELS_AVX512, has_avx512},
 #endif
 #ifdef QKV_HAS_AVX2
     {KERNELS_AVX2,

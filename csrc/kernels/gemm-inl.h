@@ -8,21 +8,39 @@
 
 namespace {
 
-enum class Start { zero, keep, decay };  // of C: nothing, C itself, C times a factor a row
+enum class Start { zero, keep, decay, fade };  // of C: nothing, C itself, C times a factor a row, or one a column
 
 // How A stores element (row, k).
 enum class Order { rows, columns };  // a[row * stride + k], or a[k * stride + row]
 
+// What is multiplied and added: numbers of type T; or Pairs, two products of bfloat16 numbers at a time in float. Of A
+// the two lie side by side in a row, of B in the halves of one word, the first in the low one.
+struct Pairs;
+template <class T>
+struct Factors {
+  using Left = T;
+  using Right = T;
+  using Sum = T;
+  static constexpr int64_t STEP = 1;  // numbers of A in a factor
+
+  static Left left(const T* from) { return *from; }
+  static F<T> right(const T* from) { return load(from); }
+  static F<T> add(F<T> sum, T left, F<T> right) { return sum + left * right; }
+};
+
 template <class T>
 struct Product {
+  using Sum = typename Factors<T>::Sum;
+
   Start start;
-  const T* decay;  // one a row, where start says so
-  const T* a;
+  const Sum* decay;  // where start says so
+  const typename Factors<T>::Left* a;
   int64_t a_stride;
-  const T* b;
+  const typename Factors<T>::Right* b;
   int64_t b_stride;
-  T* c;
+  Sum* c;
   int64_t c_stride;
+  Sum scale = 1;  // of the whole; of Pairs only
 };
 
 // Rows that a strip may have beside a panel of so many vectors: enough chains to hide latency, few enough for registers.
@@ -32,42 +50,50 @@ constexpr int strip_rows(int vectors) {
 
 template <class T, Order ORDER, int ROWS, int VECTORS>
 inline void strip(const Product<T>& p, int64_t row, int64_t column, int64_t depth) {
-  F<T> sum[ROWS][VECTORS];
-  T* c = p.c + row * p.c_stride + column;
+  using By = Factors<T>;
+  using Sum = typename By::Sum;
+  constexpr int64_t N = LANES<Sum>;
+  F<Sum> sum[ROWS][VECTORS];
+  Sum* c = p.c + row * p.c_stride + column;
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; ++v) {
-      const F<T> before = p.start == Start::zero ? F<T>{} : load(c + r * p.c_stride + v * LANES<T>);
-      sum[r][v] = p.start == Start::decay ? before * p.decay[row + r] : before;
+      F<Sum> before = p.start == Start::zero ? F<Sum>{} : load(c + r * p.c_stride + v * N);
+      if (p.start == Start::decay) before *= p.decay[row + r];
+      if (p.start == Start::fade) before *= load(p.decay + column + v * N);
+      sum[r][v] = before;
     }
   }
   if (p.start == Start::keep) {  // the next strip of C, which stands in a slower cache
 #pragma GCC unroll 16
     for (int r = ROWS; r < 2 * ROWS; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; ++v) __builtin_prefetch(c + r * p.c_stride + v * LANES<T>, 1);
+      for (int v = 0; v < VECTORS; ++v) __builtin_prefetch(c + r * p.c_stride + v * N, 1);
     }
   }
-  const T* a = p.a + (ORDER == Order::rows ? row * p.a_stride : row);
-  const T* b = p.b + column;
+  const auto* a = p.a + (ORDER == Order::rows ? row * p.a_stride : row);
+  const auto* b = p.b + column;
   for (int64_t k = 0; k < depth; ++k) {
-    F<T> right[VECTORS];
+    decltype(By::right(b)) right[VECTORS];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; ++v) right[v] = load(b + v * LANES<T>);
+    for (int v = 0; v < VECTORS; ++v) right[v] = By::right(b + v * N);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      const T left = ORDER == Order::rows ? a[r * p.a_stride] : a[r];
+      const auto left = By::left(a + (ORDER == Order::rows ? r * p.a_stride : r));
 #pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; ++v) sum[r][v] += left * right[v];
+      for (int v = 0; v < VECTORS; ++v) sum[r][v] = By::add(sum[r][v], left, right[v]);
     }
-    a += ORDER == Order::rows ? 1 : p.a_stride;
+    a += ORDER == Order::rows ? By::STEP : p.a_stride;
     b += p.b_stride;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; ++v) store(c + r * p.c_stride + v * LANES<T>, sum[r][v]);
+    for (int v = 0; v < VECTORS; ++v) {
+      if constexpr (By::STEP > 1) sum[r][v] *= p.scale;
+      store(c + r * p.c_stride + v * N, sum[r][v]);
+    }
   }
 }
 
@@ -103,13 +129,13 @@ inline void narrow(const Product<T>& p, int64_t rows, int64_t column, int64_t ve
   }
 }
 
-// C (rows, columns) from A (rows, depth) and B (depth, columns); columns in whole vectors.
+// C (rows, columns) from A (rows, depth) and B (depth, columns); columns in whole vectors, depth in factors.
 template <class T, Order ORDER>
 void multiply(const Product<T>& p, int64_t rows, int64_t columns, int64_t depth) {
-  constexpr int64_t WIDE = QKV_PANEL * LANES<T>;
+  constexpr int64_t N = LANES<typename Factors<T>::Sum>, WIDE = QKV_PANEL * N;
   int64_t column = 0;
   for (; column + WIDE <= columns; column += WIDE) panel<T, ORDER, QKV_PANEL>(p, rows, column, depth);
-  narrow<T, ORDER, QKV_PANEL - 1>(p, rows, column, (columns - column) / LANES<T>, depth);
+  narrow<T, ORDER, QKV_PANEL - 1>(p, rows, column, (columns - column) / N, depth);
 }
 
 }  // namespace

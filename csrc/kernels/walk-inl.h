@@ -87,28 +87,33 @@ struct Share {
   int64_t depth() const { return keys.stop - keys.first; }
 };
 
-inline Share share_of(const uint64_t* mask, Range lanes, int64_t keys) {
+// `grain`: keys come in whole multiples of it, but for the last ones of the block.
+inline Share share_of(const uint64_t* mask, Range lanes, int64_t keys, int64_t grain) {
   Share share{lanes, {0, keys}};
   if (mask) {
     const uint64_t word = (lanes.stop - lanes.first >= TILE ? 0 : uint64_t{1} << (lanes.stop - lanes.first)) - 1;
     Range& seen = share.keys;
     while (seen.first < keys && !(mask[seen.first] & word << lanes.first)) ++seen.first;
     while (seen.stop > seen.first && !(mask[seen.stop - 1] & word << lanes.first)) --seen.stop;
+    if (seen.stop > seen.first) {
+      seen.first -= seen.first % grain;
+      seen.stop = least(blocks_of(seen.stop, grain) * grain, keys);
+    }
   }
   return share;
 }
 
 constexpr int64_t QUARTER = TILE / 4;
 
-// The shares of a tile of `width` lanes: one, or up to four.
+// The shares of a tile of `width` lanes: one, or where it has a mask those of `size` lanes.
 struct Shares {
   Share each[4];
   int count = 0;
 
-  Shares(const uint64_t* mask, int64_t width, int64_t keys) {
-    const int64_t step = mask ? QUARTER : width;
+  Shares(const uint64_t* mask, int64_t width, int64_t keys, int64_t size = QUARTER, int64_t grain = 1) {
+    const int64_t step = mask ? size : width;
     for (int64_t lane = 0; lane < width; lane += step) {
-      const Share share = share_of(mask, {lane, least(lane + step, width)}, keys);
+      const Share share = share_of(mask, {lane, least(lane + step, width)}, keys, grain);
       if (share.depth() > 0) each[count++] = share;
     }
   }

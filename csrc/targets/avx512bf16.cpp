@@ -1,0 +1,11 @@
+#define QKV_BYTES 64  // of a vector
+#define QKV_PANEL 4  // vectors of a panel, and rows of a strip beside it: what the registers hold
+#define QKV_STRIP 6
+#define QKV_BESIDE qkv::KERNELS_AVX512
+#include "../kernels/target_pairs-inl.h"
+
+namespace qkv {
+
+const Kernels KERNELS_AVX512BF16{"avx512bf16", run_pairs_forward, run_pairs_backward};
+
+}  // namespace qkv
