@@ -23,8 +23,10 @@ void clear(void* data, int64_t first, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = 0;
 }
 
-template <class T>
+template <class Unit>
 class BackwardPass {
+  using T = typename Unit::Number;
+
  public:
   BackwardPass(const Problem& problem, const Backward& data)
       : p_(problem), data_(data), given_(data), size_(problem.plan), bias_(problem, data, size_.tiles) {}
@@ -257,14 +259,14 @@ class BackwardPass {
   PlanSize size_;
   BiasGradient<T> bias_;
   Buffer wide_, deltas_, slices_, sinks_;
-  TileGradients<T> tiles_{p_, data_, bias_, size_.parts > 1};
+  TileGradients<Unit> tiles_{p_, data_, bias_, size_.parts > 1};
   bool finite_ = true;
   Stage stage_{};
 };
 
 inline Status run_backward(const Problem& problem, const Backward& data, const Run& run) {
-  if (problem.type == Type::float64) return BackwardPass<double>(problem, data).run(run);
-  return BackwardPass<float>(problem, data).run(run);
+  if (problem.type == Type::float64) return BackwardPass<PlainBackward<double>>(problem, data).run(run);
+  return BackwardPass<PlainBackward<float>>(problem, data).run(run);
 }
 
 }  // namespace

@@ -21,19 +21,9 @@ struct PairForward {
     const uint16_t* values;
   };
   static Block block(const Problem& p, const Rows& keys, const Rows& values, ForwardScratch<T>& scratch) {
-    const int64_t wide = padded<T>(p.value_dim);
-    auto* const words = reinterpret_cast<uint32_t*>(scratch.rows);
-    auto* const copy = reinterpret_cast<uint16_t*>(words + TILE / 2 * wide);
-    PairRows from{copy, wide};
-    if (values.even() && values.column_stride == 1 && wide == p.value_dim) {
-      from = {values.at<uint16_t>(0), values.row_stride};
-    } else {
-      copy_pair_rows(values, p.value_dim, values.count, copy, wide);
-    }
-    pair_up(from.data, from.stride, values.count, TILE, wide, words, wide);
-    auto* const turned = reinterpret_cast<uint32_t*>(scratch.values);
-    turn_pairs(words, wide, TILE / 2, wide, turned, TILE / 2);
-    return {pair_rows(keys, p.head_dim, reinterpret_cast<uint16_t*>(scratch.keys)), reinterpret_cast<uint16_t*>(turned)};
+    auto* const turned = reinterpret_cast<uint16_t*>(scratch.values);
+    turn_rows(values, p.value_dim, reinterpret_cast<uint32_t*>(scratch.rows), turned);
+    return {pair_rows(keys, p.head_dim, reinterpret_cast<uint16_t*>(scratch.keys)), turned};
   }
 
   // Words (D / 2, width).

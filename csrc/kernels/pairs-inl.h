@@ -116,6 +116,20 @@ inline void turn_pairs(const uint32_t* from, int64_t from_stride, int64_t rows, 
                    to_stride);
 }
 
+// Some rows turned round, (width up to whole vectors, TILE), zeros where there are none. `room`: TILE rows of words.
+inline void turn_rows(const Rows& rows, int64_t width, uint32_t* room, uint16_t* to) {
+  const int64_t wide = padded<float>(width);
+  auto* const copy = reinterpret_cast<uint16_t*>(room + TILE / 2 * wide);
+  PairRows from{copy, wide};
+  if (rows.even() && rows.column_stride == 1 && wide == width) {
+    from = {rows.at<uint16_t>(0), rows.row_stride};
+  } else {
+    copy_pair_rows(rows, width, rows.count, copy, wide);
+  }
+  pair_up(from.data, from.stride, rows.count, TILE, wide, room, wide);
+  turn_pairs(room, wide, TILE / 2, wide, reinterpret_cast<uint32_t*>(to), TILE / 2);
+}
+
 inline float wide_number(uint16_t bits) { return number_as<float>(Bfloat{bits}); }
 inline bool is_finite(uint16_t bits) { return (bits & 0x7f80) != 0x7f80; }
 inline uint16_t half_of(uint32_t word, int64_t which) { return static_cast<uint16_t>(which ? word >> 16 : word); }

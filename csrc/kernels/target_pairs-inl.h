@@ -3,6 +3,8 @@
 
 #include "table.h"
 
+#include "backward-inl.h"
+#include "backward_pairs-inl.h"
 #include "forward-inl.h"
 #include "forward_pairs-inl.h"
 
@@ -14,7 +16,8 @@ inline Status run_pairs_forward(const Problem& problem, const Forward& data, con
 }
 
 inline Status run_pairs_backward(const Problem& problem, const qkv::Backward& data, const Run& run) {
-  return QKV_BESIDE.backward(problem, data, run);
+  if (problem.type != Type::bfloat16) return QKV_BESIDE.backward(problem, data, run);
+  return BackwardPass<PairBackward>(problem, data).run(run);
 }
 
 }  // namespace
