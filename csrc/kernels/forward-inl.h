@@ -3,7 +3,7 @@
 // Source: Rabe, Staats, "Self-attention does not need O(n^2) memory" (2021); Dao et al., "FlashAttention" (2022).
 #pragma once
 
-#include "forward_plain-inl.h"
+#include "decode-inl.h"
 
 namespace {
 
@@ -69,7 +69,8 @@ class ForwardPass {
       if (size_.merged) {
         keep(scene.query_rows(sums(scene.first_row()), one.tile), scene.first_row(), one, scratch);
       } else {
-        finish(scene.query_rows(output(scene.first_row()), one.tile), scene.first_row(), scene.h, one, scratch);
+        finish(p_, data_, scene.query_rows(output(scene.first_row()), one.tile), scene.first_row(), scene.h, one,
+               Unit::by_rows(p_, one, scratch), scratch.decay);
       }
     }
   }
@@ -141,45 +142,8 @@ class ForwardPass {
   }
 
   // The output of a (b, h), and what waits for it between parts; `first`: its first row.
-  Matrix output(int64_t first) const {
-    const char* const data = static_cast<const char*>(data_.output) + first * p_.value_dim * size_of(p_.output_type);
-    return {data, p_.output_type, p_.value_dim, 1};
-  }
+  Matrix output(int64_t first) const { return output_of(p_, data_, first); }
   Matrix sums(int64_t first) const { return {sums_ + first * p_.value_dim, TypeOf<T>::VALUE, p_.value_dim, 1}; }
-
-  // Divide by the sums; a sink joins here, since it has no value.
-  void finish(const Rows& rows, int64_t first, int64_t h, const Online<T>& one, ForwardScratch<T>& scratch) {
-    const T keep_scale = keep_scale_of<T>(p_);
-    for (int64_t i = 0; i < rows.count; ++i) {
-      const T keys = one.exact[i];
-      T shift = one.top[i], total = keys, used = one.total[i], factor = 1;
-      if (data_.sinks) {
-        const T sink = in_bits(static_cast<const T*>(data_.sinks)[h], T());
-        shift = sink > shift ? sink : shift;
-        const F<T> parts = exp2<T>(shift == -INFINITE<T> ? F<T>{one.top[i], sink} : F<T>{one.top[i] - shift, sink - shift});
-        factor = parts[0];
-        total = keys * factor + parts[1];
-        used = used * factor + parts[1];
-      }
-      shift = shift == -INFINITE<T> ? 0 : shift;
-      const bool nothing = total == 0;
-      total = nothing ? 1 : total;
-      scratch.decay[i] = factor * keep_scale / (used == 0 ? 1 : used);
-      if (rows.row(i) < 0) continue;
-      const int64_t at = first + rows.row(i);
-      if (data_.shift) static_cast<T*>(data_.shift)[at] = shift;
-      if (data_.total) static_cast<T*>(data_.total)[at] = total;
-      if (data_.max_scores) static_cast<T*>(data_.max_scores)[at] = one.top[i] * static_cast<T>(LN_2);
-      if (!data_.lse && !data_.entropy) continue;
-      const T lse = nothing ? -INFINITE<T> : shift * static_cast<T>(LN_2) + static_cast<T>(__builtin_log(total));
-      if (data_.lse) static_cast<T*>(data_.lse)[at] = lse;
-      if (data_.entropy) {
-        const T energy = one.energy[i] * static_cast<T>(LN_2);
-        static_cast<T*>(data_.entropy)[at] = nothing ? 0 : factor * (keys * lse - energy) / total;
-      }
-    }
-    store_rows(Unit::by_rows(p_, one, scratch), padded<T>(p_.value_dim), p_.value_dim, scratch.decay, rows);
-  }
 
   // A state put away between parts, and taken up again; `first`: row 0 of the (b, h).
   void keep(const Rows& rows, int64_t first, const Online<T>& one, ForwardScratch<T>& scratch) {
@@ -236,7 +200,7 @@ class ForwardPass {
     const Natural at = natural_unit(unit);
     Online<T>& one = scratch.tiles[0];
     resume(at.rows(sums(at.first)), at.first, one, scratch);
-    finish(at.rows(output(at.first)), at.first, at.h, one, scratch);
+    finish(p_, data_, at.rows(output(at.first)), at.first, at.h, one, Unit::by_rows(p_, one, scratch), scratch.decay);
   }
 
   const Problem& p_;
@@ -248,8 +212,11 @@ class ForwardPass {
 };
 
 inline Status run_forward(const Problem& problem, const Forward& data, const Run& run) {
-  if (problem.type == Type::float64) return ForwardPass<PlainForward<double>>(problem, data).run(run);
-  return ForwardPass<PlainForward<float>>(problem, data).run(run);
+  const bool few = DecodePass<float>::takes(problem);
+  if (problem.type == Type::float64) {
+    return few ? DecodePass<double>(problem, data).run(run) : ForwardPass<PlainForward<double>>(problem, data).run(run);
+  }
+  return few ? DecodePass<float>(problem, data).run(run) : ForwardPass<PlainForward<float>>(problem, data).run(run);
 }
 
 }  // namespace

@@ -68,4 +68,47 @@ struct Weighing {
   T* corner() const { return scratch.scores + keys().first * one.width + lanes().first; }
 };
 
+// The output of a (b, h); `first`: its first row.
+inline Matrix output_of(const Problem& p, const Forward& data, int64_t first) {
+  const char* const from = static_cast<const char*>(data.output) + first * p.value_dim * size_of(p.output_type);
+  return {from, p.output_type, p.value_dim, 1};
+}
+
+// Divide sums by rows, padded V wide, by their totals, and give all results; a sink joins here, since it has no value.
+// `factors`: room for a number a row.
+template <class T>
+void finish(const Problem& p, const Forward& data, const Rows& rows, int64_t first, int64_t h, const Online<T>& one,
+            const T* by_rows, T* factors) {
+  const T keep_scale = keep_scale_of<T>(p);
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const T keys = one.exact[i];
+    T shift = one.top[i], total = keys, used = one.total[i], factor = 1;
+    if (data.sinks) {
+      const T sink = in_bits(static_cast<const T*>(data.sinks)[h], T());
+      shift = sink > shift ? sink : shift;
+      const F<T> parts = exp2<T>(shift == -INFINITE<T> ? F<T>{one.top[i], sink} : F<T>{one.top[i] - shift, sink - shift});
+      factor = parts[0];
+      total = keys * factor + parts[1];
+      used = used * factor + parts[1];
+    }
+    shift = shift == -INFINITE<T> ? 0 : shift;
+    const bool nothing = total == 0;
+    total = nothing ? 1 : total;
+    factors[i] = factor * keep_scale / (used == 0 ? 1 : used);
+    if (rows.row(i) < 0) continue;
+    const int64_t at = first + rows.row(i);
+    if (data.shift) static_cast<T*>(data.shift)[at] = shift;
+    if (data.total) static_cast<T*>(data.total)[at] = total;
+    if (data.max_scores) static_cast<T*>(data.max_scores)[at] = one.top[i] * static_cast<T>(LN_2);
+    if (!data.lse && !data.entropy) continue;
+    const T lse = nothing ? -INFINITE<T> : shift * static_cast<T>(LN_2) + static_cast<T>(__builtin_log(total));
+    if (data.lse) static_cast<T*>(data.lse)[at] = lse;
+    if (data.entropy) {
+      const T energy = one.energy[i] * static_cast<T>(LN_2);
+      static_cast<T*>(data.entropy)[at] = nothing ? 0 : factor * (keys * lse - energy) / total;
+    }
+  }
+  store_rows(by_rows, padded<T>(p.value_dim), p.value_dim, factors, rows);
+}
+
 }  // namespace
