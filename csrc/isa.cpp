@@ -1,5 +1,10 @@
 #include "isa.h"
 
+#ifdef QKV_HAS_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -7,9 +12,14 @@
 namespace qkv {
 namespace {
 
+#ifdef QKV_HAS_AMX
+constexpr long ARCH_REQUEST_TILES = 0x1023, TILE_DATA = 18;  // of arch_prctl: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+#endif
+
 struct Target {
   const Kernels& kernels;
   bool (*runs_here)();
+  bool by_name_only = false;
 };
 
 #ifdef QKV_HAS_AVX512
@@ -20,8 +30,21 @@ bool has_avx512() {
 }
 #endif
 
+#ifdef QKV_HAS_AMX
+// Tiles are large, so that Linux wants to be asked for them, once a process.
+bool has_amx() {
+  static const bool found = has_avx512() && __builtin_cpu_supports("avx512bf16") &&
+                            __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                            syscall(SYS_arch_prctl, ARCH_REQUEST_TILES, TILE_DATA) == 0 && amx_works();
+  return found;
+}
+#endif
+
 // What the build made, best first. A processor must have all that the compiler may use for the target.
 const Target TARGETS[] = {
+#ifdef QKV_HAS_AMX
+    {KERNELS_AMX, has_amx},
+#endif
 #ifdef QKV_HAS_AVX512BF16
     {KERNELS_AVX512BF16, [] { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }},
 #endif
@@ -44,12 +67,16 @@ const Target TARGETS[] = {
 #ifdef QKV_HAS_NEON
     {KERNELS_NEON, [] { return true; }},  // part of every aarch64
 #endif
+#ifdef QKV_HAS_TILES
+    {KERNELS_TILES, has_avx512, true},
+#endif
 };
 
 const Kernels* find(const char* name) {
   const bool best = std::strcmp(name, "auto") == 0;
   for (const Target& target : TARGETS) {
-    if ((best || std::strcmp(name, target.kernels.name) == 0) && target.runs_here()) return &target.kernels;
+    const bool asked = best ? !target.by_name_only : std::strcmp(name, target.kernels.name) == 0;
+    if (asked && target.runs_here()) return &target.kernels;
   }
   return nullptr;
 }

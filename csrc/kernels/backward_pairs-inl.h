@@ -4,14 +4,17 @@
 
 #include "graded-inl.h"
 #include "pairs-inl.h"
+#if defined(QKV_TILES)
+#include "tiles-inl.h"
+#endif
 
 namespace {
 
 struct PairBackward {
   using T = float;
   using Number = T;
-  static constexpr int64_t SHARE = ROW_GRAIN > 1 ? 2 * QUARTER : QUARTER;
-  static constexpr int64_t GRAIN = ROW_GRAIN > 1 ? ROW_GRAIN : 2;
+  using Session = Tiles;
+  static constexpr int64_t SHARE = most(QUARTER, DEPTH_GRAIN), GRAIN = DEPTH_GRAIN;
   static constexpr int64_t ROWS = ROW_GRAIN;
 
   // By rows; and keys turned round, (D up to whole vectors, TILE), zero where there are none.

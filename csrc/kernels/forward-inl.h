@@ -50,6 +50,7 @@ class ForwardPass {
 
   // The longest rows of a causal pattern come first, so that threads end together.
   void part_unit(int64_t unit, ForwardScratch<T>& scratch, Worker& worker) {
+    [[maybe_unused]] const typename Unit::Session session;
     const int64_t per_head = blocks_of(size_.tiles, together_);
     const int64_t head = unit / per_head, first = (per_head - 1 - unit % per_head) * together_;
     const int64_t b = head / p_.heads, h = head % p_.heads;

@@ -5,6 +5,9 @@
 
 #include "online-inl.h"
 #include "pairs-inl.h"
+#if defined(QKV_TILES)
+#include "tiles-inl.h"
+#endif
 
 namespace {
 
@@ -12,8 +15,8 @@ struct PairForward {
   using T = float;
   using Number = T;
   static constexpr bool ROUNDS = true;
-  static constexpr int64_t SHARE = ROW_GRAIN > 1 ? 2 * QUARTER : QUARTER;
-  static constexpr int64_t GRAIN = ROW_GRAIN > 1 ? ROW_GRAIN : 2;
+  using Session = Tiles;
+  static constexpr int64_t SHARE = most(QUARTER, DEPTH_GRAIN), GRAIN = DEPTH_GRAIN;
 
   // Keys by rows; values turned round, (V up to whole vectors, TILE), zero where there are none.
   struct Block {

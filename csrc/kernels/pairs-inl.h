@@ -46,9 +46,11 @@ inline int64_t rounded_up(int64_t n, int64_t grain) { return (n + grain - 1) / g
 
 #if defined(QKV_TILES)
 constexpr int64_t ROW_GRAIN = 16, DEPTH_GRAIN = 32;
-void multiply_tiles(const Product<Pairs>& p, int64_t rows, int64_t columns, int64_t depth);
+struct Tiles;  // held by a thread that multiplies
+inline void multiply_tiles(const Product<Pairs>& p, int64_t rows, int64_t columns, int64_t depth);
 #else
 constexpr int64_t ROW_GRAIN = 1, DEPTH_GRAIN = 2;
+struct Tiles {};
 #endif
 
 // C (rows, columns) from A (rows, depth) and B (depth / 2, columns): rows and depth are rounded up to the unit's grain.

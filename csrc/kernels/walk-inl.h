@@ -10,8 +10,8 @@ using qkv::TILE;
 
 constexpr int64_t NO_BLOCK = INT64_MAX;
 
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 struct Range {

@@ -1,0 +1,14 @@
+// The AMX kernels on tiles in software, for tests: built where QKV_SOFTWARE_TILES is asked for, used only by name.
+#define QKV_BYTES 64  // of a vector
+#define QKV_PANEL 4  // vectors of a panel, and rows of a strip beside it: what the registers hold
+#define QKV_STRIP 6
+#define QKV_TILES
+#define QKV_SOFTWARE_TILES
+#define QKV_BESIDE qkv::KERNELS_AVX512
+#include "../kernels/target_pairs-inl.h"
+
+namespace qkv {
+
+const Kernels KERNELS_TILES{"tiles", run_pairs_forward, run_pairs_backward};
+
+}  // namespace qkv
