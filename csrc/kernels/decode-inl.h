@@ -141,7 +141,7 @@ class DecodePass {
       score(key_rows, one, scratch);
       shape_scores(shape, scratch.scores, static_cast<T*>(nullptr), scratch.peak);
       if (CAREFUL) look_again(shape, scratch);
-      const T* kept = p_.dropout_threshold ? scratch.kept : nullptr;
+      const T* kept = p_.dropout_threshold ? scratch.all_kept : nullptr;
       const Weighing<T> at{p_, shape, one, scratch, kept, true, data_.entropy != nullptr};
       for (int64_t lane = 0; lane < one.width; lane += LANES<T>) PlainForward<T>::weigh(at, lane);
       gather<CAREFUL>(scene.kept_rows(values, block), one, scratch);

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracles
+from qkv.patterns import spans
 from qkv.patterns.axis import TILE, Order, lay_out
-from qkv.patterns.leaf import FAR, Extent, Intervals, Leaf
+from qkv.patterns.leaf import LISTED, Extent, Intervals, Leaf
 from qkv.patterns.leaves.blocks import BlockBand, BlockRows
 from qkv.patterns.leaves.dense import DenseMask, PlacedWhere
 from qkv.patterns.leaves.documents import Documents
@@ -21,6 +22,7 @@ from qkv.patterns.leaves.grid import Neighborhood, OnImage
 from qkv.patterns.leaves.keys import COMPACT_RUNS, Keys, PeriodicKeys, Rows, runs_of
 from qkv.patterns.leaves.offsets import Congruent, Offsets
 from qkv.patterns.masks import TileGrid
+from qkv.patterns.spans import FAR
 from strategies import SMALL, noise, within
 
 COUNT = 200  # positions that leaves with content cover
@@ -196,6 +198,58 @@ def test_intervals_of_one_query_are_exact(kind, data, query):
     seen = rule_at(example, positions(query, query + 1))[0]
     for intervals in leaf.intervals(np.array([query]), np.array([query])):
         np.testing.assert_array_equal(covered(intervals, 0), seen)
+
+
+@each_kind
+@some_examples
+@given(st.data(), st.integers(LOW, HIGH - 70), st.sampled_from([0, 0, 1, 5, 69, FAR]))
+def test_keys_listed_in_integers_are_what_some_see_and_only_what_all_see(kind, data, low, extra):
+    """Up to the end of time too: queries yet to come, as a rolling cache asks about them."""
+    example = kind(data.draw)
+    maybe, sure = example.leaf.seen(low, low + extra)
+    seen = rule_at(example, positions(low, low + min(extra, 600) + 1))
+    some, all_see = (spans.marks(found, LOW, HIGH) for found in (maybe, sure))
+    assert (some >= seen.any(axis=0)).all(), "a visible key is not in maybe"
+    assert (all_see <= seen.all(axis=0)).all(), "a hidden key is in sure"
+    assert (all_see <= some).all()
+    for found in (maybe, sure):
+        assert all(type(edge) is int and -FAR <= edge <= FAR for edge in found)
+        assert len(found) % 2 == 0 and list(found) == sorted(set(found))
+    if maybe is sure:
+        np.testing.assert_array_equal(some, seen.any(axis=0))
+        np.testing.assert_array_equal(some, seen.all(axis=0))
+
+
+@pytest.mark.parametrize("kind", [*EXACT, neighborhood], ids=lambda kind: kind.__name__)
+@some_examples
+@given(st.data(), st.integers(LOW, HIGH - 70))
+def test_keys_of_one_query_are_listed_without_doubt(kind, data, query):
+    leaf = kind(data.draw).leaf
+    inside = not isinstance(leaf, Neighborhood) or 0 <= query < leaf.height * leaf.width
+    if inside and not (isinstance(leaf, Documents) and not leaf.contiguous):
+        maybe, sure = leaf.seen(query, query)
+        assert maybe is sure
+
+
+@each_kind
+@some_examples
+@given(st.data(), st.integers(LOW, HIGH - 1), st.integers(LOW, HIGH - 1), st.sampled_from([1, 7, 64, 150]))
+def test_marks_of_a_query_are_the_rule(kind, data, query, start, count):
+    example = kind(data.draw)
+    stop = min(start + count, HIGH)
+    marks = example.leaf.marks(query, start, stop)
+    assert marks.dtype == bool
+    want = rule_at(example, positions(query, query + 1))[0, start - LOW : stop - LOW]
+    np.testing.assert_array_equal(marks, want)
+
+
+def test_more_runs_than_are_listed_are_known_by_their_hull():
+    leaf = Keys(runs_of(np.arange(0, 3 * LISTED, 2)))
+    assert leaf.seen(5, 5) == ((0, 3 * LISTED - 1), ())
+    np.testing.assert_array_equal(leaf.marks(5, 1, 9), np.arange(1, 9) % 2 == 0)
+    rows = BlockRows(2, np.zeros(LISTED + 1, dtype=np.int64), np.arange(0, 2 * LISTED + 2, 2))
+    assert rows.seen(1, 1) == ((-FAR, FAR), ())
+    np.testing.assert_array_equal(rows.marks(1, 1, 12), np.arange(1, 12) // 2 % 2 == 0)
 
 
 @st.composite

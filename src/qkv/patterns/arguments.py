@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv.errors import DTypeError, MaskError, ShapeError, UnsupportedError, ValueOutOfRange, message
-from qkv.patterns.leaf import FAR
+from qkv.patterns.spans import FAR
 
 INTEGER_TYPES = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 LARGEST_ID = 2**31 - 1

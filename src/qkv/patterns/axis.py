@@ -207,7 +207,7 @@ def lay_out(order: Order, extent: Extent) -> tuple[Axis, Axis]:
     key_rows = _members(order.keys, extent.key_start, extent.keys)
     if order.modulus == 1 and order.documents is None:
         natural = Natural(extent.query_start, extent.queries), Natural(extent.key_start, extent.keys)
-        chosen = _gathered(extent.query_start, query_rows), _gathered(extent.key_start, key_rows)
+        chosen = gathered(extent.query_start, query_rows), gathered(extent.key_start, key_rows)
         return natural[0] if order.rows is None else chosen[0], natural[1] if order.keys is None else chosen[1]
     query_class = _classes(order, extent.query_start + query_rows, -1)
     key_class = _classes(order, extent.key_start + key_rows, -2)
@@ -228,7 +228,8 @@ def _classes(order: Order, positions: np.ndarray, outside: int) -> np.ndarray:
     return positions % order.modulus
 
 
-def _gathered(start: int, rows: np.ndarray) -> Ordered:
+def gathered(start: int, rows: np.ndarray) -> Ordered:
+    """Chosen rows of the call, all of one class."""
     return Ordered(start, rows.astype(np.int32), np.zeros(len(rows), dtype=np.int32))
 
 

@@ -15,9 +15,10 @@ from typing import TypeGuard
 import numpy as np
 
 from qkv.patterns.expr import PerHead, evaluate, rebuild
-from qkv.patterns.leaf import FAR, Expr, Leaf
+from qkv.patterns.leaf import Expr, Leaf
 from qkv.patterns.leaves.keys import COMPACT_RUNS, Keys
 from qkv.patterns.leaves.offsets import Congruent, Offsets
+from qkv.patterns.spans import FAR
 
 TABLE_LIMIT = 1 << 14  # entries; beyond it trees are compared as they are written
 

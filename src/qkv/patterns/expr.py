@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 
+from qkv.patterns import spans
 from qkv.patterns.leaf import Expr, Extent, Leaf
+from qkv.patterns.spans import Spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +22,10 @@ class Const(Expr):
     @property
     def key(self) -> tuple[object, ...]:
         return ("const", self.value)
+
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        found = spans.EVERYTHING if self.value else spans.NOTHING
+        return found, found
 
 
 ALL, NONE = Const(True), Const(False)
@@ -39,6 +45,11 @@ class Not(Expr):
     def children(self) -> tuple[Expr, ...]:
         return (self.operand,)
 
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        maybe, sure = self.operand.seen(low, high)
+        found = spans.opposite(sure)
+        return (found, found) if maybe is sure else (found, spans.opposite(maybe))
+
 
 @dataclass(frozen=True, eq=False)
 class And(Expr):
@@ -54,6 +65,9 @@ class And(Expr):
     @property
     def children(self) -> tuple[Expr, ...]:
         return (self.left, self.right)
+
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        return _joined(spans.both, self.left.seen(low, high), self.right.seen(low, high))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +85,9 @@ class Or(Expr):
     def children(self) -> tuple[Expr, ...]:
         return (self.left, self.right)
 
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        return _joined(spans.either, self.left.seen(low, high), self.right.seen(low, high))
+
 
 @dataclass(frozen=True, eq=False)
 class PerHead(Expr):
@@ -85,6 +102,24 @@ class PerHead(Expr):
     @property
     def children(self) -> tuple[Expr, ...]:
         return self.members
+
+    @cached_property
+    def axes(self) -> tuple[bool, bool]:
+        return any(member.axes[0] for member in self.members), True
+
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        """The keys that some head may see, and those that every head sees."""
+        found = [member.seen(low, high) for member in self.members]
+        return reduce(spans.either, (maybe for maybe, _ in found)), reduce(spans.both, (sure for _, sure in found))
+
+
+def _joined(
+    join: Callable[[Spans, Spans], Spans], left: tuple[Spans, Spans], right: tuple[Spans, Spans]
+) -> tuple[Spans, Spans]:
+    """Both answers joined; exact where both are."""
+    maybe = join(left[0], right[0])
+    exact = left[0] is left[1] and right[0] is right[1]
+    return maybe, maybe if exact else join(left[1], right[1])
 
 
 def conj(a: Expr, b: Expr) -> Expr:
@@ -118,10 +153,11 @@ def rebuild(expr: Expr, replace: Callable[[Leaf], Expr], head: int | None = None
         return replace(expr)
     if isinstance(expr, Not):
         return neg(rebuild(expr.operand, replace, head))
-    if isinstance(expr, And):
-        return conj(rebuild(expr.left, replace, head), rebuild(expr.right, replace, head))
-    if isinstance(expr, Or):
-        return disj(rebuild(expr.left, replace, head), rebuild(expr.right, replace, head))
+    if isinstance(expr, And | Or):
+        left, right = rebuild(expr.left, replace, head), rebuild(expr.right, replace, head)
+        if left is expr.left and right is expr.right:
+            return expr  # with all that it remembers
+        return conj(left, right) if isinstance(expr, And) else disj(left, right)
     if isinstance(expr, PerHead):
         if head is None:
             return PerHead(tuple(rebuild(member, replace) for member in expr.members))
@@ -158,11 +194,3 @@ def evaluate(expr: Expr, leaf_value: Callable[[Leaf], np.ndarray], everything: n
         return everything ^ evaluate(expr.operand, leaf_value, everything)
     left, right = (evaluate(child, leaf_value, everything) for child in expr.children)
     return left & right if isinstance(expr, And) else left | right
-
-
-def axis_sizes(expr: Expr) -> tuple[bool, bool]:
-    """Whether the answer depends on the batch row, and on the head."""
-    own_heads = isinstance(expr, PerHead) or (isinstance(expr, Leaf) and expr.heads is not None)
-    own_batch = isinstance(expr, Leaf) and expr.batch is not None
-    below = [axis_sizes(child) for child in expr.children]
-    return own_batch or any(b for b, _ in below), own_heads or any(h for _, h in below)

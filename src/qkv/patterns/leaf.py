@@ -5,11 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-FAR = 1 << 40  # beyond every position: stands for "unbounded"
+from qkv.patterns import spans
+from qkv.patterns.spans import FAR, Spans
+
+LISTED = 128  # runs of keys that are listed in plain integers; more are known by their hull alone
 
 
 class Extent(NamedTuple):
@@ -117,10 +121,23 @@ class Expr(ABC):
     def children(self) -> tuple[Expr, ...]:
         return ()
 
+    @abstractmethod
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        """The keys that some query of low..high may see, and those that each of them sees.
+
+        The first may hold too many, the second too few; one and the same object where the answer is exact.
+        """
+
     def leaves(self) -> Iterator[Leaf]:
         """Every leaf, left to right, repeats included."""
         for child in self.children:
             yield from child.leaves()
+
+    @cached_property
+    def axes(self) -> tuple[bool, bool]:
+        """Whether the answer depends on the batch row, and on the head."""
+        below = [child.axes for child in self.children]
+        return any(b for b, _ in below), any(h for _, h in below)
 
 
 class Leaf(Expr):
@@ -136,6 +153,10 @@ class Leaf(Expr):
 
     def leaves(self) -> Iterator[Leaf]:
         yield self
+
+    @cached_property
+    def axes(self) -> tuple[bool, bool]:
+        return self.batch is not None, self.heads is not None
 
     @property
     def batch(self) -> int | None:
@@ -163,9 +184,29 @@ class Leaf(Expr):
         """
         return Intervals.everything(len(low)), Intervals.nothing()
 
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        """What `intervals` says of one segment, in plain integers."""
+        ends = (np.array([end], dtype=np.int64) for end in (low, high))
+        maybe, sure = map(_listed, self.intervals(*ends))
+        if maybe is None or sure is None:
+            return spans.EVERYTHING, spans.NOTHING
+        return (maybe, maybe) if maybe == sure else (maybe, sure)
+
+    def marks(self, i: int, start: int, stop: int) -> np.ndarray:
+        """Whether query i sees each of the keys start..stop-1."""
+        maybe, sure = self.seen(i, i)
+        if maybe is sure:
+            return spans.marks(maybe, start, stop)
+        return self.contains(np.array([i], dtype=np.int64), np.arange(start, stop))
+
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         """Numbers of each tile such that tiles with equal numbers have equal bits. Default: the tile itself."""
         return tiles.row, tiles.col
+
+
+def _listed(found: Intervals) -> Spans | None:
+    """The ranges of one segment, None where there are too many."""
+    return None if len(found.owner) > LISTED else spans.sorted_union(found.start, found.stop)
 
 
 class Unbound(Leaf):

@@ -11,13 +11,14 @@ from torch import Tensor
 from qkv.errors import ShapeError, ValueOutOfRange, message, unknown_name
 from qkv.patterns.arguments import integers, length, one_flag, seed_value
 from qkv.patterns.expr import ALL, NONE, PerHead, conj, disj
-from qkv.patterns.leaf import FAR, Expr
+from qkv.patterns.leaf import Expr
 from qkv.patterns.leaves.blocks import BlockBand, RandomBlocks
 from qkv.patterns.leaves.documents import Documents
 from qkv.patterns.leaves.grid import Neighborhood, OnImage
 from qkv.patterns.leaves.keys import Keys, PeriodicKeys, Rows, runs_of
 from qkv.patterns.leaves.offsets import Congruent, Offsets
 from qkv.patterns.pattern import Align, Pattern, combine
+from qkv.patterns.spans import FAR
 from qkv.patterns.writing import constructor, registered
 
 CAUSAL = Offsets(0, FAR)

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from qkv.errors import DTypeError, MaskError, ShapeError, ValueOutOfRange, message
+from qkv.patterns import spans
+from qkv.patterns.arguments import whole
 from qkv.patterns.canonical import canonical, head_counts
-from qkv.patterns.expr import axis_sizes, conj, disj, evaluate, neg, rebuild, specialise
+from qkv.patterns.expr import conj, disj, evaluate, neg, rebuild, specialise
 from qkv.patterns.leaf import Expr, Extent, Leaf, Sizes
 from qkv.patterns.leaves.dense import Where
 from qkv.patterns.picture import picture
-from qkv.patterns.schedule import PatternPlan, plan_pattern
+from qkv.patterns.plans import plan_pattern
+from qkv.patterns.schedule import PatternPlan
+from qkv.patterns.spans import FAR
 from qkv.patterns.text import filled, read_form
 
 Align: TypeAlias = Literal["top_left", "bottom_right"]
@@ -112,9 +116,18 @@ class Pattern:
             self._check(Sizes(batch, heads, queries, keys, tuple(offsets)))
 
     def _check(self, sizes: Sizes) -> None:
-        _check_heads(self.expr, sizes.heads)
-        for leaf in self.expr.leaves():
+        for listed in self._head_counts:
+            _check_heads(listed, sizes.heads)
+        for leaf in self._leaves:
             leaf.check(sizes)
+
+    @cached_property
+    def _leaves(self) -> tuple[Leaf, ...]:
+        return tuple(self.expr.leaves())
+
+    @cached_property
+    def _head_counts(self) -> set[int]:
+        return head_counts(self.expr)
 
     def offset(self, queries: int, keys: int) -> int:
         """The absolute position of query 0 that the alignment says."""
@@ -132,7 +145,7 @@ class Pattern:
     ) -> PatternPlan:
         """Compile to block schedules, in time and memory proportional to the blocks kept."""
         sizes = self._sizes(L, S, batch, heads, query_offset)
-        return plan_pattern(_probed(self.expr, sizes), sizes, _each(key_offset, batch))
+        return plan_pattern(self._probed(sizes), sizes, _each(key_offset, batch))
 
     def _sizes(self, L: int, S: int | None, batch: int, heads: int, query_offset: int | Sequence[int] | None) -> Sizes:
         """The sizes of a question, checked against the pattern."""
@@ -143,6 +156,23 @@ class Pattern:
         self._check(sizes)
         return sizes
 
+    def _probed(self, sizes: Sizes) -> Expr:
+        """The expression with every user function asked which of b and h its answer depends on."""
+        if not any(isinstance(leaf, Where) for leaf in self._leaves):
+            return self.expr
+        return rebuild(self.expr, lambda leaf: leaf.probe(sizes) if isinstance(leaf, Where) else leaf)
+
+    def retained(self, position: int) -> tuple[tuple[int, int], ...]:
+        """The keys before `position` that may still be seen from there on, as sorted, disjoint ranges [start, stop).
+
+        A key j < position is in them when (i, j) is in the pattern for a query i >= position, of any head and batch
+        row, and then surely; what the rules of the pattern do not tell apart is in them too. So a cache may drop all
+        other keys for good. `((0, position),)`: everything may be needed, and `()`: nothing.
+        """
+        whole("position", position, 0, "it is the number of tokens seen so far")
+        kept = spans.both(self.expr.seen(position, FAR)[0], spans.span(0, position))
+        return tuple(spans.pieces(kept))
+
     def allowed(self, i: np.ndarray, j: np.ndarray, *, batch: int, heads: int, extents: Sequence[Extent]) -> np.ndarray:
         """Element by element, whether pairs of positions exist: bool (B or 1, H or 1, l, s).
 
@@ -150,8 +180,8 @@ class Pattern:
         one a batch row or one.
         """
         sizes = Sizes(batch, heads, extents[0].queries, extents[0].keys, tuple(e.query_start for e in extents))
-        expr = _probed(self.expr, sizes)
-        by_batch, by_head = axis_sizes(expr)
+        expr = self._probed(sizes)
+        by_batch, by_head = expr.axes
         rows = batch if by_batch or max(len(i), len(j), len(extents)) > 1 else min(batch, 1)
         out = np.empty((rows, heads if by_head else min(heads, 1), i.shape[1], j.shape[1]), dtype=bool)
         for b in range(out.shape[0]):
@@ -177,7 +207,7 @@ class Pattern:
         i = np.array(sizes.offsets, dtype=np.int64)[:, None] + np.arange(L)
         extents = [Extent(L, S, start) for start in sizes.offsets]
         dense = torch.from_numpy(self.allowed(i, np.arange(S)[None], batch=batch, heads=heads, extents=extents))
-        varies = dense.shape[0] > 1 or dense.shape[1] > 1 or any(axis_sizes(self.expr))
+        varies = dense.shape[0] > 1 or dense.shape[1] > 1 or any(self.expr.axes)
         return dense.expand(batch, heads, L, S) if varies else dense[0, 0]
 
     def count(self, L: int, S: int | None = None, *, batch: int = 1, heads: int = 1) -> int:
@@ -282,8 +312,8 @@ def _check_lengths(L: int, S: int) -> None:
             raise ValueOutOfRange(message(f"`{name}` must be at least 0", f"got {length}", "give a number of tokens"))
 
 
-def _check_heads(expr: Expr, heads: int) -> None:
-    for listed in head_counts(expr) - {heads}:
+def _check_heads(listed: int, heads: int) -> None:
+    if listed != heads:
         raise ShapeError(
             message(
                 f"`per_head` must list one pattern for each of the H={heads} query heads",
@@ -291,13 +321,6 @@ def _check_heads(expr: Expr, heads: int) -> None:
                 "repeat patterns where several heads share one",
             )
         )
-
-
-def _probed(expr: Expr, sizes: Sizes) -> Expr:
-    """The expression with every user function asked which of b and h its answer depends on."""
-    if not any(isinstance(leaf, Where) for leaf in expr.leaves()):
-        return expr
-    return rebuild(expr, lambda leaf: leaf.probe(sizes) if isinstance(leaf, Where) else leaf)
 
 
 def _most_heads(expr: Expr) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from qkv.patterns import line
 from qkv.patterns.axis import TILE, Axis, lay_out
-from qkv.patterns.expr import NONE, axis_sizes, conj, specialise
-from qkv.patterns.leaf import Expr, Extent, Sizes
+from qkv.patterns.expr import NONE, conj
+from qkv.patterns.leaf import Expr, Extent
 from qkv.patterns.masks import TileGrid, make_masks
 from qkv.patterns.parts import Piece, split
 from qkv.patterns.tiles import Bounds, bound
@@ -114,24 +114,6 @@ class PatternPlan:
         return max((len(member.parts) for member in self.members), default=0)
 
 
-def plan_pattern(expr: Expr, sizes: Sizes, key_starts: Sequence[int]) -> PatternPlan:
-    """Compile an expression for a call; batch rows and heads that mean the same share one result."""
-    by_batch, by_head = axis_sizes(expr)
-    by_batch = by_batch or len(set(sizes.offsets)) > 1 or len(set(key_starts)) > 1
-    rows, columns = sizes.batch if by_batch else min(sizes.batch, 1), sizes.heads if by_head else min(sizes.heads, 1)
-    index = np.zeros((rows, columns), dtype=np.int32)
-    members: dict[tuple[object, ...], tuple[int, Compiled]] = {}
-    for b, h in np.ndindex(rows, columns):
-        start, key_start = sizes.offsets[b % len(sizes.offsets)], key_starts[b % len(key_starts)]
-        extent = Extent(sizes.queries, sizes.keys, start, key_start)
-        bound_expr = specialise(expr, b, h, extent)
-        key = (bound_expr.key, extent)
-        if key not in members:
-            members[key] = len(members), _CACHE.compiled(bound_expr, extent)
-        index[b, h] = members[key][0]
-    return PatternPlan(tuple(compiled for _, compiled in members.values()), index, sizes.batch, sizes.heads)
-
-
 def compile_expr(expr: Expr, extent: Extent) -> Compiled:
     """The parts of a specialised expression; parts without a pair are left out."""
     parts = (_compile_piece(piece, extent) for piece in split(expr))
@@ -196,28 +178,29 @@ def _assemble(
 
 
 class PlanCache:
-    """Least recently used compilations, bounded by their bytes; safe to use from several threads."""
+    """Least recently used compilations, bounded by their bytes; safe to use from several threads.
 
-    def __init__(self) -> None:
+    share: it takes 1 / share of what all of them together may.
+    """
+
+    def __init__(self, share: int = 1) -> None:
+        self._share = share
         self._entries: OrderedDict[tuple[object, ...], Compiled] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
 
-    def compiled(self, expr: Expr, extent: Extent) -> Compiled:
+    def compiled(self, expr: Expr, extent: Extent, make: Callable[[Expr, Extent], Compiled] = compile_expr) -> Compiled:
         """The compilation of an expression, made now or remembered."""
         key = (expr.key, extent)
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
                 return self._entries[key]
-        made = compile_expr(expr, extent)
+        made = make(expr, extent)
         with self._lock:
             if key not in self._entries:
                 self._entries[key] = made
                 self._nbytes += made.nbytes
-            while self._nbytes > read(PLAN_CACHE_MB) << 20 and self._entries:
+            while self._nbytes > (read(PLAN_CACHE_MB) << 20) // self._share and self._entries:
                 self._nbytes -= self._entries.popitem(last=False)[1].nbytes
         return made
-
-
-_CACHE = PlanCache()

@@ -9,8 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from qkv.errors import MaskError, message
+from qkv.patterns import spans
 from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tabled, Tiles, Unbound
 from qkv.patterns.leaves.keys import digest
+from qkv.patterns.spans import Spans
 from qkv.philox import philox
 
 INTERVAL_LIMIT = 1 << 22  # segments times kept blocks; beyond it, unknown
@@ -35,6 +37,11 @@ class BlockBand(Leaf):
         maybe = Intervals.one_each((first - w) * n, (last + w + 1) * n)
         sure = Intervals.one_each((last - w) * n, (first + w + 1) * n)
         return maybe, sure
+
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        first, last, n, w = low // self.size, high // self.size, self.size, self.width
+        maybe = spans.span((first - w) * n, (last + w + 1) * n)
+        return maybe, maybe if first == last else spans.span((last - w) * n, (first + w + 1) * n)
 
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         bound = (self.width + 1) * self.size + tiles.reach
@@ -80,6 +87,15 @@ class BlockRows(Leaf):
         maybe = Intervals(owner, start, start + self.size)
         single = (first == last)[owner]
         return maybe, Intervals(owner[single], start[single], start[single] + self.size)
+
+    def marks(self, i: int, start: int, stop: int) -> np.ndarray:
+        row, first, last = i // self.size, start // self.size, -(-stop // self.size)
+        begin, end = np.searchsorted(self.rows, [row, row + 1])
+        columns = self.columns[begin:end]
+        kept = np.zeros(last - first, dtype=bool)
+        kept[columns[(columns >= first) & (columns < last)] - first] = True
+        edges: np.ndarray = np.clip(np.arange(first, last + 1) * self.size, start, stop)
+        return np.repeat(kept, edges[1:] - edges[:-1])
 
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         if tiles.aligned(self.size):  # one answer a tile
@@ -150,10 +166,10 @@ class RandomBlocks(Unbound):
         turns = int(wanted.max(initial=0))
         drawn = np.full((len(rows), turns), -1, dtype=np.int64)
         zero = np.zeros(1, dtype=np.int64)
+        words = philox(self.seed, rows[:, None], np.arange(turns), zero, zero)[0]
         for turn in range(turns):
             top = candidates - wanted + turn
-            word = philox(self.seed, rows, np.full(1, turn, dtype=np.int64), zero, zero)[0]
-            pick = (word * (top + 1)) >> 32
+            pick = (words[:, turn] * (top + 1)) >> 32
             pick = np.where((drawn == pick[:, None]).any(axis=1), top, pick)
             drawn[:, turn] = np.where(turn < wanted, pick, -1)
         return drawn

@@ -72,6 +72,14 @@ class PlacedMask(Leaf):
             return inside & False
         return inside & self.keep[np.clip(row, 0, last[0]), np.clip(column, 0, last[1])]
 
+    def marks(self, i: int, start: int, stop: int) -> np.ndarray:
+        row, first, last = i - self.extent.query_start, start - self.extent.key_start, stop - self.extent.key_start
+        outside = not (0 <= row < self.extent.queries and first >= 0 and last <= self.extent.keys)
+        if outside or not self.keep.size:
+            return super().marks(i, start, stop)
+        kept = self.keep[min(row, len(self.keep) - 1)]
+        return kept[first:last] if len(kept) > 1 else np.broadcast_to(kept, stop - start)
+
 
 @dataclass(frozen=True, eq=False)
 class Where(Unbound):

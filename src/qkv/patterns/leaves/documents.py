@@ -9,9 +9,11 @@ from typing import ClassVar
 import numpy as np
 
 from qkv.errors import ShapeError, message
+from qkv.patterns import spans
 from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tiles
 from qkv.patterns.leaves.keys import digest
 from qkv.patterns.numbering import number_rows
+from qkv.patterns.spans import Spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +39,14 @@ class Documents(Leaf):
     @cached_property
     def contiguous(self) -> bool:
         """Whether each id is one unbroken run."""
-        ids = self.ids
-        changes = 1 + int(np.count_nonzero(np.diff(ids))) if len(ids) else 0
-        return changes == len(self.runs_by_id[0])
+        first = self.ids[self.edges[:-1]]
+        return len(np.unique(first)) == len(first)
+
+    @cached_property
+    def edges(self) -> np.ndarray:
+        """Where the runs of one id start, and the end of the last; ids of one row."""
+        inner = 1 + np.flatnonzero(self.ids[1:] != self.ids[:-1])
+        return np.concatenate([[0], inner, [len(self.ids)]])[: len(self.ids) + 1]
 
     @cached_property
     def runs_by_id(self) -> tuple[np.ndarray, np.ndarray]:
@@ -88,14 +95,33 @@ class Documents(Leaf):
         count = len(self.ids)
         if not self.contiguous or not count:
             return super().intervals(low, high)
-        numbers = self.runs_by_id[1]
-        edges = np.concatenate([[0], 1 + np.flatnonzero(np.diff(numbers)), [count]])
+        edges = self.edges
         first = np.searchsorted(edges, np.clip(low, 0, count - 1), "right") - 1
         last = np.searchsorted(edges, np.clip(high, 0, count - 1), "right") - 1
         touching = np.flatnonzero((low < count) & (high >= 0))
         maybe = Intervals(touching, edges[first][touching], edges[last + 1][touching])
         one = np.flatnonzero((first == last) & (low >= 0) & (high < count))
         return maybe, Intervals(one, edges[first][one], edges[first + 1][one])
+
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        if self.batch is not None:
+            return spans.EVERYTHING, spans.NOTHING
+        count = len(self.ids)
+        if high < 0 or low >= count:
+            return spans.NOTHING, spans.NOTHING
+        if not self.contiguous:
+            return (0, count), spans.NOTHING
+        first, last = np.searchsorted(self.edges, (max(low, 0), min(high, count - 1)), "right").tolist()
+        maybe = int(self.edges[first - 1]), int(self.edges[last])
+        return maybe, maybe if first == last and low >= 0 and high < count else spans.NOTHING
+
+    def marks(self, i: int, start: int, stop: int) -> np.ndarray:
+        count = len(self.ids)
+        if not 0 <= i < count:
+            return np.zeros(stop - start, dtype=bool)
+        inside = self.ids[max(start, 0) : max(stop, 0)] == self.ids[i]
+        before = min(max(-start, 0), stop - start)
+        return np.pad(inside, (before, stop - start - before - len(inside)))
 
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         """The pattern of ids within the query block and within the key block, and how far apart their ids are."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from qkv.errors import ShapeError, message
-from qkv.patterns.leaf import Intervals, Leaf, Sizes, Tiles
+from qkv.patterns import spans
+from qkv.patterns.leaf import LISTED, Intervals, Leaf, Sizes, Tiles
+from qkv.patterns.spans import Spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,13 @@ class OnImage(Leaf):
         maybe, sure = (Intervals(o, np.zeros_like(o), np.full_like(o, pixels)) for o in (touching, inside))
         return maybe, sure
 
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        pixels = self.height * self.width
+        if high < 0 or low >= pixels:
+            return spans.NOTHING, spans.NOTHING
+        maybe = (0, pixels)
+        return maybe, maybe if low >= 0 and high < pixels else spans.NOTHING
+
 
 @dataclass(frozen=True, eq=False)
 class Neighborhood(OnImage):
@@ -79,6 +88,11 @@ class Neighborhood(OnImage):
         owner = np.repeat(np.arange(len(low)), counts)
         row = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + top[owner]
         return Intervals(owner, row * width + left[owner], row * width + right[owner]), Intervals.nothing()
+
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        maybe, sure = Leaf.seen(self, low, high)
+        itself = low == high and 0 <= low < self.height * self.width and self.kernel <= LISTED
+        return maybe, maybe if itself else sure
 
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         """Away from the upper and lower border only the column and the distance count."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -11,8 +12,10 @@ from typing import ClassVar
 import numpy as np
 
 from qkv.errors import ShapeError, ValueOutOfRange, message
-from qkv.patterns.leaf import Expr, Extent, Intervals, Leaf, Sizes, Tiles, Unbound
+from qkv.patterns import spans
+from qkv.patterns.leaf import LISTED, Expr, Extent, Intervals, Leaf, Sizes, Tiles, Unbound
 from qkv.patterns.numbering import number_rows
+from qkv.patterns.spans import Spans
 
 COMPACT_RUNS = 8  # more runs than this are scattered: better gathered than masked
 
@@ -89,6 +92,21 @@ class Keys(RunSet):
         exact = Intervals(owner, np.tile(self.runs[:, 0], segments), np.tile(self.runs[:, 1], segments))
         return exact, exact
 
+    @cached_property
+    def _seen(self) -> tuple[Spans, Spans]:
+        if len(self.runs) > LISTED:
+            return (int(self.runs[0, 0]), int(self.runs[-1, 1])), spans.NOTHING
+        exact = tuple(self.runs.ravel().tolist())
+        return exact, exact
+
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        return self._seen
+
+    def marks(self, i: int, start: int, stop: int) -> np.ndarray:
+        """Pieces inside and outside in turn, as long as they are."""
+        edges = np.concatenate([[start], np.clip(self.runs.ravel(), start, stop), [stop]])
+        return np.repeat(np.arange(len(edges) - 1) % 2 == 1, np.diff(edges))
+
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         return (number_rows(in_runs(self.runs, tiles.key_positions))[tiles.col],)
 
@@ -108,6 +126,18 @@ class Rows(RunSet):
         first, last = np.searchsorted(edges, low, "right"), np.searchsorted(edges, high, "right")
         inside = (first & 1).astype(bool)
         return Intervals.for_segments(inside | (first != last)), Intervals.for_segments(inside & (first == last))
+
+    @cached_property
+    def _edges(self) -> list[int]:
+        edges: list[int] = self.runs.ravel().tolist()
+        return edges
+
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        first, last = bisect_right(self._edges, low), bisect_right(self._edges, high)
+        if first != last:
+            return spans.EVERYTHING, spans.NOTHING
+        found = spans.EVERYTHING if first & 1 else spans.NOTHING
+        return found, found
 
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         return (number_rows(in_runs(self.runs, tiles.query_positions))[tiles.row],)
@@ -131,6 +161,10 @@ class PeriodicKeys(OneSided):
     def members(self, start: int, stop: int) -> np.ndarray:
         positions = np.arange(start, stop)
         return positions[positions % self.period >= self.first]
+
+    def marks(self, i: int, start: int, stop: int) -> np.ndarray:
+        one = np.arange(start, min(start + self.period, stop)) % self.period >= self.first
+        return np.resize(one, stop - start)
 
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         return (tiles.col,)

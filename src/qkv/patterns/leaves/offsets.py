@@ -7,7 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from qkv.patterns.leaf import FAR, Intervals, Leaf, Tiles
+from qkv.patterns import spans
+from qkv.patterns.leaf import Intervals, Leaf, Tiles
+from qkv.patterns.spans import FAR, Spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,10 @@ class Offsets(Leaf):
         sure = Intervals.one_each(high - self.high, low - self.low + 1)
         return maybe, sure
 
+    def seen(self, low: int, high: int) -> tuple[Spans, Spans]:
+        maybe = spans.span(low - self.high, high - self.low + 1)
+        return maybe, maybe if low == high else spans.span(high - self.high, low - self.low + 1)
+
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         bounds = [bound for bound in (self.low, self.high) if abs(bound) < FAR]
         if not bounds:
@@ -51,6 +57,11 @@ class Congruent(Leaf):
 
     def contains(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return (i - j) % self.modulus == 0
+
+    def marks(self, i: int, start: int, stop: int) -> np.ndarray:
+        found = np.zeros(stop - start, dtype=bool)
+        found[(i - start) % self.modulus :: self.modulus] = True
+        return found
 
     def signature(self, tiles: Tiles) -> tuple[np.ndarray, ...]:
         return tiles.query_shape, tiles.key_shape, tiles.distance % self.modulus
