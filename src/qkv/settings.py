@@ -51,9 +51,9 @@ PLAN_CACHE_MB = Setting(
 ISA = Setting(
     name="QKV_ISA",
     default="auto",
-    valid="auto, avx512, avx2, v2, neon",
+    valid="auto, amx, avx512bf16, avx512, avx2, v2, neon, tiles",
     meaning="the instruction set of the native core, read when it is loaded",
-    parse=_one_of("auto", "avx512", "avx2", "v2", "neon"),
+    parse=_one_of("auto", "amx", "avx512bf16", "avx512", "avx2", "v2", "neon", "tiles"),
 )
 SETTINGS: tuple[Setting[object], ...] = (BACKEND, PLAN_CACHE_MB, ISA)
 
