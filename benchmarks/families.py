@@ -13,7 +13,7 @@ from families_report import FIT_FROM, HEADLINE, Peer, Row
 from gate import Claim, Ready, claims, gated
 from memory import Ask, Question
 from peers import CONTENDERS, flex
-from registry import DIRECTIONS, FAMILIES, Case, Contender, Data, Direction, make_data, recording, sdpa
+from registry import BATCH, DIRECTIONS, FAMILIES, HEADS, Case, Contender, Data, Direction, make_data, recording, sdpa
 from timing import Pair, Sample, interleave, median, ratio, repeat, spread, timed
 
 LENGTHS = (1_024, 2_048, 4_096, 8_192, 16_384)
@@ -37,6 +37,10 @@ class Families:
     flex: float | None  # seconds in which flex_attention may compile; None: not a peer
     sdpa: bool
     quick: bool  # memory of ours alone, at the longest length
+
+    @property
+    def sizes(self) -> dict[str, str | int]:
+        return {"B": BATCH, "H": HEADS, "dtype": "float32"}
 
     def head(self) -> str:
         peers = [*(["sdpa"] if self.sdpa else []), *(["flex"] if self.flex is not None else [])]

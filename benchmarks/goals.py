@@ -1,28 +1,38 @@
-"""What suite `cpu` measures, figure by figure, and the goal of each: this table is all there is to edit."""
+"""What the suites `cpu` and `production` measure, and the goal of each figure: this table is all there is to edit."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatch
 from typing import Literal, NamedTuple, TypeAlias
 
-from registry import DIRECTIONS, HEAD_DIM, Direction
+import torch
+from registry import DIRECTIONS, HEAD_DIM, PACKED_TOKENS, Direction
 
 LONG = 65_536
 LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, LONG)  # over which growth is fitted
 MANY = 200  # calls in one sample, where a call is microseconds
 QUICK_LONGEST = 2_048
+Through: TypeAlias = Literal["attention", "cache", "rolling", "varlen"]
+SHORT_NAMES = {torch.float32: "", torch.bfloat16: "bf16/", torch.float16: "fp16/"}
 
 
 class Goal(NamedTuple):
-    """What a figure is to reach at least, and what it aims at; with "at most" smaller is better."""
+    """What a figure is to reach at least, and what it aims at; with "at most" smaller is better.
+
+    `aim_of`: whether the aim is for the value, or for the share of the machine's peak.
+    """
 
     least: float
     aim: float
     side: Literal["at least", "at most"] = "at least"
+    aim_of: Literal["value", "peak"] = "value"
 
-    def verdict(self, value: float) -> Literal["aim", "met", "SHORT"]:
+    def verdict(self, value: float, of_peak: float | None = None) -> Literal["aim", "met", "SHORT"]:
         sign = 1 if self.side == "at least" else -1
-        return "aim" if sign * value >= sign * self.aim else "met" if sign * value >= sign * self.least else "SHORT"
+        if sign * value < sign * self.least:
+            return "SHORT"
+        reached = (of_peak or 0) >= self.aim if self.aim_of == "peak" else sign * value >= sign * self.aim
+        return "aim" if reached else "met"
 
 
 class Race(NamedTuple):
@@ -37,11 +47,14 @@ class Race(NamedTuple):
     baseline: str | None = None
     by_pairs: bool = False  # speed in visible pairs a second, not in calls a second
     calls: int = 1  # in one sample
+    dtype: torch.dtype = torch.float32
+    through: Through = "attention"  # which of our functions answers
 
     @property
     def name(self) -> str:
         other = self.against if self.baseline is None else f"ours-{self.baseline}"
-        return f"{self.direction}/{self.case}/{self.tokens}/D{self.head_dim}/{other}"
+        front, through = SHORT_NAMES[self.dtype], "" if self.through == "attention" else f"{self.through}/"
+        return f"{front}{self.direction}/{self.case}/{self.tokens}/D{self.head_dim}/{through}{other}"
 
     @property
     def is_of_speed(self) -> bool:
@@ -50,7 +63,7 @@ class Race(NamedTuple):
 
     @property
     def is_quick(self) -> bool:
-        return self.tokens <= QUICK_LONGEST and (self.against == "sdpa" or self.baseline is not None)
+        return self.tokens <= QUICK_LONGEST and (self.against.startswith("sdpa") or self.baseline is not None)
 
 
 class Weight(NamedTuple):
@@ -83,6 +96,7 @@ class Growth(NamedTuple):
 
 
 Figure: TypeAlias = Race | Weight | Growth
+Suite: TypeAlias = Literal["cpu", "production"]
 
 
 def _at_most(value: float, aim: float | None = None) -> Goal:
@@ -151,11 +165,63 @@ WEIGHTS = (
         for direction in DIRECTIONS
     ),
 )
-FIGURES: tuple[Figure, ...] = (*RACES, *GROWTHS, *WEIGHTS)
+CPU: tuple[Figure, ...] = (*RACES, *GROWTHS, *WEIGHTS)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SIXTEEN = (
+    Race("forward", "dense", 2_048, 64, Goal(1.7, 2.2)),
+    Race("forward", "dense", 2_048, 128, Goal(1.45, 1.8)),
+    Race("forward", "causal", 512, 64, Goal(2.4, 3)),
+    Race("forward", "causal", 2_048, 64, Goal(2, 2.4)),
+    Race("forward", "window", 2_048, 64, Goal(9, 12)),
+    Race("forward", "window", 8_192, 64, Goal(45, 70)),
+    Race("backward", "causal", 2_048, 64, Goal(1.2, 2)),
+    Race("forward+backward", "causal-dropout", 2_048, 64, Goal(8, 12)),
+)
+READING = Goal(3, 0.9, aim_of="peak")  # three times the speed of SDPA; 90 % of a loop that only reads the cache
+CACHES = (8_192, 32_768, LONG)
+BOTH: tuple[torch.dtype, ...] = (torch.float32, BF16)
+DECODING = (
+    *(
+        Race("forward", "decode", tokens, 128, goal, dtype=dtype, through=through)
+        for tokens, goal in ((QUICK_LONGEST, None), *((tokens, READING) for tokens in CACHES))
+        for dtype in BOTH
+        for through in ("attention", "cache")
+    ),
+    *(
+        Race("forward", "decode-window", LONG, 128, goal, against, dtype=dtype, through=through)
+        for against, goal in (("sdpa", Goal(150, 250)), ("sdpa-sliced", Goal(2, 3)))
+        for dtype in BOTH
+        for through in ("attention", "rolling")
+    ),
+    *(
+        Race("forward", "decode-batch", CACHES[0], 128, None, against, dtype=dtype, through="cache")
+        for against in ("sdpa", "sdpa-apart")
+        for dtype in BOTH
+    ),
+)
+PACKING = tuple(
+    Race(direction, "packed", tokens, 64, goal, against, dtype=dtype, through="varlen")
+    for direction, tokens, against, goal in (
+        ("forward", QUICK_LONGEST, "sdpa-apart", None),
+        ("forward", PACKED_TOKENS, "sdpa-apart", Goal(1.3, 2)),
+        ("forward", PACKED_TOKENS, "sdpa-padded", Goal(3, 6)),
+        ("forward", PACKED_TOKENS, "sdpa-padded-causal", None),
+        ("forward+backward", PACKED_TOKENS, "sdpa-apart", None),
+    )
+    for dtype in BOTH
+)
+PRODUCTION: tuple[Figure, ...] = (
+    *(race._replace(dtype=BF16) for race in SIXTEEN),
+    *(race._replace(dtype=FP16, goal=None) for race in SIXTEEN if race.tokens <= QUICK_LONGEST),
+    *DECODING,
+    *PACKING,
+)
+FIGURES: dict[Suite, tuple[Figure, ...]] = {"cpu": CPU, "production": PRODUCTION}
 
 
-def chosen(words: list[str], *, quick: bool, threads: int) -> tuple[Figure, ...]:
+def chosen(words: list[str], *, quick: bool, threads: int, suite: Suite = "cpu") -> tuple[Figure, ...]:
     """The figures whose name holds one of the words, in which * stands for anything; all of them without a word."""
-    figures = [figure for figure in FIGURES if not quick or figure.is_quick]
+    figures = [figure for figure in FIGURES[suite] if not quick or figure.is_quick]
     figures = [figure for figure in figures if threads == 1 or isinstance(figure, Race)]
     return tuple(one for one in figures if not words or any(fnmatch(one.name, f"*{word}*") for word in words))

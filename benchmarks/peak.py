@@ -1,4 +1,8 @@
-"""What one core could do at most: a loop of fused multiply-adds, compiled for this processor, and torch's sgemm."""
+"""What one core could do at most: the loops of peak.c, compiled for this processor, and torch's sgemm.
+
+Arithmetic: fused multiply-adds in float32, and products of bfloat16 in registers and in tiles, where the processor has
+such units. Memory: a loop that reads and does nothing else.
+"""
 
 from __future__ import annotations
 
@@ -7,79 +11,91 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
-# Twelve sums that do not wait for one another keep every unit busy; `lanes` is the width of a register in floats.
-SOURCE = r"""
-#if defined(__AVX512F__)
-enum { bytes = 64 };
-#elif defined(__AVX__)
-enum { bytes = 32 };
-#else
-enum { bytes = 16 };
-#endif
-enum { lanes = bytes / 4, sums = 12 };
-typedef float vector __attribute__((vector_size(bytes)));
-
-double flops(void) { return 2.0 * lanes * sums; }
-
-float run(long rounds, float factor, float term) {
-    vector sum[sums], by = factor - (vector){0}, add = term - (vector){0};
-    for (int i = 0; i < sums; ++i) sum[i] = add * (float)i;
-    for (long n = 0; n < rounds; ++n) {
-#pragma GCC unroll 12
-        for (int i = 0; i < sums; ++i) sum[i] = sum[i] * by + add;
-    }
-    for (int i = 1; i < sums; ++i) sum[0] += sum[i];
-    return sum[0][0];
-}
-"""
+SOURCE = Path(__file__).with_name("peak.c")
 FLAGS = ("-O3", "-ffp-contract=fast", "-fPIC", "-shared")
 NATIVE = ("-march=native", "-mcpu=native")  # the first that the compiler knows
-ROUNDS = 1_000_000  # some milliseconds
+Unit: TypeAlias = Literal["fma", "dot", "tile"]
+ROUNDS: dict[Unit, int] = {"fma": 1_000_000, "dot": 1_000_000, "tile": 200_000}  # some milliseconds
+NAMES: dict[Unit, str] = {"fma": "FMA loop", "dot": "bf16 dot-product loop", "tile": "bf16 tile loop"}
+
+
+class Peak(NamedTuple):
+    """A loop by its name, and its operations a second."""
+
+    name: str
+    rate: float
 
 
 @cache
 def loop() -> ctypes.CDLL | None:
-    """The compiled loop; None without a compiler."""
+    """The compiled loops; None without a compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         return None
     with TemporaryDirectory() as folder:
-        source, library = Path(folder, "peak.c"), Path(folder, "peak.so")
-        source.write_text(SOURCE, encoding="ascii")
+        library = Path(folder, "peak.so")
         for native in NATIVE:
-            command = [compiler, *FLAGS, native, str(source), "-o", str(library)]
+            command = [compiler, *FLAGS, native, str(SOURCE), "-o", str(library)]
             if subprocess.run(command, check=False, capture_output=True).returncode == 0:
                 return _typed(ctypes.CDLL(str(library)))
     return None
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.flops.restype, library.run.restype = ctypes.c_double, ctypes.c_float
-    library.run.argtypes = ctypes.c_long, ctypes.c_float, ctypes.c_float
+    for unit in ROUNDS:
+        flops, run = getattr(library, f"{unit}_flops"), getattr(library, f"{unit}_run")
+        flops.restype, run.restype = ctypes.c_double, ctypes.c_float
+        run.argtypes = ctypes.c_long, ctypes.c_float, ctypes.c_float
+    library.read_run.restype = ctypes.c_longlong
+    library.read_run.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long
     return library
 
 
-def fma(threads: int = 1) -> float | None:
-    """Floating-point operations a second in float32: by thread CPU time, or by the clock where there are more threads.
+def products(unit: Unit, threads: int = 1) -> float | None:
+    """Floating-point operations a second: by thread CPU time, or by the clock where there are more threads.
 
-    None, "not measured", without a compiler. The loop runs outside Python's lock, so that threads do not wait.
+    None, "not measured", without a compiler or such a unit. The loop runs outside Python's lock, so that threads do not
+    wait.
     """
+    library = loop()
+    flops = 0.0 if library is None else getattr(library, f"{unit}_flops")()
+    if not flops:
+        return None
+    rounds = ROUNDS[unit]
+
+    def run() -> None:
+        getattr(library, f"{unit}_run")(rounds, 0.999, 0.001)
+
+    return max(_rate(run, flops * rounds, threads) for _ in range(5))
+
+
+def most(dtype: torch.dtype, threads: int = 1) -> Peak | None:
+    """The fastest way that the processor has to multiply such numbers and add in float32."""
+    units: tuple[Unit, ...] = ("fma", "dot", "tile") if dtype == torch.bfloat16 else ("fma",)
+    found = [(NAMES[unit], products(unit, threads)) for unit in units]
+    return max((Peak(name, rate) for name, rate in found if rate), key=lambda peak: peak.rate, default=None)
+
+
+def reader(pieces: Sequence[Tensor]) -> Callable[[], object] | None:
+    """A call that reads contiguous pieces of memory, one after another; None without a compiler."""
     library = loop()
     if library is None:
         return None
-
-    def run() -> None:
-        library.run(ROUNDS, 0.999, 0.001)
-
-    return max(_rate(run, library.flops() * ROUNDS, threads) for _ in range(5))
+    assert all(piece.is_contiguous() for piece in pieces)
+    starts = (ctypes.c_void_p * len(pieces))(*(piece.data_ptr() for piece in pieces))
+    sizes = (ctypes.c_long * len(pieces))(*(piece.nbytes for piece in pieces))
+    held = list(pieces)
+    return lambda: library.read_run(starts, sizes, len(held))
 
 
 def sgemm(threads: int = 1) -> float:

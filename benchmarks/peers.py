@@ -1,4 +1,4 @@
-"""All contenders by name: ours on each backend, torch's SDPA, and peers that may be missing.
+"""All contenders by name: ours on each backend, torch's SDPA in its forms, and peers that may be missing.
 
 A peer answers what it computes exactly and refuses the rest with a reason, so that the gate holds for all alike.
 """
@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
+from production import cached, rolling, sdpa_apart, sdpa_padded, sdpa_sliced, varlen
 from registry import Case, Contender, Data, Extras, ours, prepare, sdpa
 from torch import Tensor
 
@@ -71,7 +72,8 @@ def local_attention(case: Case, data: Data) -> Contender | str:
 def x_transformers(case: Case, data: Data, *, is_flash: bool) -> Contender | str:
     """The attention of x-transformers: `is_flash` goes through torch's SDPA, the other multiplies whole matrices."""
     extras = case.extras
-    if case.torch_form == "bool mask" or extras._replace(softcap=None) != Extras() or (is_flash and extras != Extras()):
+    is_plain = not case.decodes and case.torch_form != "bool mask" and extras._replace(softcap=None) == Extras()
+    if not is_plain or (is_flash and extras != Extras()):
         return "computes dense and causal attention" + ("" if is_flash else ", with a softcap too")
     try:
         from x_transformers.attend import Attend
@@ -86,9 +88,15 @@ def x_transformers(case: Case, data: Data, *, is_flash: bool) -> Contender | str
     return Contender(lambda direction: prepare(lambda *inputs: module(*inputs)[0], data, direction))
 
 
+# Our functions that answer a case, by what a figure calls them; each takes the backend besides.
+THROUGH = {"attention": ours, "cache": cached, "rolling": rolling, "varlen": varlen}
 CONTENDERS: dict[str, Factory] = {
     **{backend: partial(ours, backend=backend) for backend in OURS},
     "sdpa": sdpa,
+    "sdpa-sliced": sdpa_sliced,
+    "sdpa-apart": sdpa_apart,
+    "sdpa-padded": partial(sdpa_padded, is_masked=True),
+    "sdpa-padded-causal": partial(sdpa_padded, is_masked=False),
     "flex": flex,
     "local-attention": local_attention,
     "x-transformers": partial(x_transformers, is_flash=False),

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from memory import Ask
-from registry import BATCH, HEADS
 
 from qkv.info import info
 
 
 class Suite(Protocol):
     """A table that grows row by row, and what is made of it at the end."""
+
+    @property
+    def sizes(self) -> dict[str, str | int]:
+        """What the names of the rows leave out."""
 
     def head(self) -> str:
         """The header of the table."""
@@ -61,7 +64,7 @@ def commit() -> str:
 def write(folder: Path, name: str, suite: Suite, rows: Sequence[Any], summary: str, command: str) -> list[Path]:
     """The rows as JSON, the tables as Markdown, and a plot where matplotlib is installed; the files written."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"command": command, "sizes": {"B": BATCH, "H": HEADS, "dtype": "float32"}, "machine": machine()}
+    about = {"command": command, "sizes": suite.sizes, "machine": machine()}
     (folder / f"{name}.json").write_text(json.dumps({**about, **suite.record(rows)}, indent=1) + "\n", encoding="utf-8")
     plotted = suite.plot(rows, folder / f"{name}.png")
     table = "\n".join([suite.head(), *map(suite.line, rows), "", summary])

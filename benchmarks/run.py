@@ -20,24 +20,24 @@ from gate import Refused
 from goals import chosen
 from memory import MemoryProbe
 from peers import OURS
-from registry import BATCH, FAMILIES, HEADS
+from registry import FAMILIES
 from report import Suite, told, write
 
 # The backend that each suite is about, and the name of its results.
-SUITES = {"families": ("blockwise", "blockwise"), "cpu": ("cpu", "cpu")}
+SUITES = {"families": ("blockwise", "blockwise"), "cpu": ("cpu", "cpu"), "production": ("cpu", "production")}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Attention measured beside its peers, each figure checked first.")
-    parser.add_argument("--suite", choices=list(SUITES), default="families", help="every family, or the goals of `cpu`")
+    parser.add_argument("--suite", choices=list(SUITES), default="families", help="every family, or what has goals")
     parser.add_argument("--quick", action="store_true", help="what is short, few repetitions; no files but by --name")
     parser.add_argument(
         "--only", type=_words, default=[], metavar="A,B", help="figures whose name holds one of these; families by name"
     )
     parser.add_argument("--list", action="store_true", help="print the names for --only and end")
     parser.add_argument("--backend", choices=OURS, help="default: the one that the suite is about")
-    parser.add_argument("--threads", type=int, default=1, help="more than one: by the clock on the wall; suite cpu")
+    parser.add_argument("--threads", type=int, default=1, help="more than one: by the clock on the wall; not families")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--name", help="of the result files; default: the suite's own")
     families = parser.add_argument_group("suite families")
@@ -51,22 +51,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     other = "" if given.backend == backend else f"-{given.backend}"
     threads = "" if given.threads == 1 else f"-{given.threads}-threads"
     given.name = given.name or (None if given.quick else f"{name}{other}{threads}")
-    given.figures = chosen(given.only, quick=given.quick, threads=given.threads)
+    given.figures = ()
+    if given.suite != "families":
+        given.figures = chosen(given.only, quick=given.quick, threads=given.threads, suite=given.suite)
     given.cases = tuple(case for case in FAMILIES if not given.only or case.name in given.only)
-    if not (given.figures if given.suite == "cpu" else given.cases):
+    if not _named(given):
         parser.error(f"--only {','.join(given.only)} names nothing that is measured: --list prints the names")
     return given
 
 
 def suite_of(given: argparse.Namespace) -> Suite:
     """What the command line asks for."""
-    if given.suite == "cpu":
+    if given.suite != "families":
         return Contest(
+            name=given.suite,
             figures=given.figures,
             backend=given.backend,
             threads=given.threads,
             budget=0.4 if given.quick else 3.0,
-            least=3 if given.quick else 5,
+            least=3 if given.quick or given.suite == "production" else 5,  # some of its calls take ten seconds
             most=9 if given.quick else 41,
         )
     return Families(
@@ -85,11 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables and write the results; 1 where the gate refused."""
     given = parse(arguments)
     if given.list:
-        print(*(one.name for one in (given.figures if given.suite == "cpu" else given.cases)), sep="\n")
+        print(*(one.name for one in _named(given)), sep="\n")
         return 0
     torch.set_num_threads(given.threads)
     suite, rows = suite_of(given), list[Any]()
-    print(f"{told()}\nbackend {given.backend}; B={BATCH} H={HEADS} float32\n\n{suite.head()}")
+    sizes = "; ".join(f"{name} {value}" for name, value in suite.sizes.items())
+    print(f"{told()}\nbackend {given.backend}; {sizes}\n\n{suite.head()}")
     try:
         with closing(MemoryProbe()) as probe:
             for row in suite.measure(cache(probe.ask)):
@@ -104,6 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = " ".join(["python benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)])
         print("written:", *write(given.out, given.name, suite, rows, summary, command))
     return 0
+
+
+def _named(given: argparse.Namespace) -> tuple[Any, ...]:
+    """What is measured: figures, or cases."""
+    return given.cases if given.suite == "families" else given.figures
 
 
 def _words(text: str) -> list[str]:

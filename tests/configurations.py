@@ -82,6 +82,15 @@ SHAPES = [  # H, G, L, S, D, V
     (1, 1, 590, 600, 8, 8),
     (4, 4, 31, 96, 128, 80),
 ]
+TYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float32,
+    torch.float16,
+    torch.float32,
+    torch.bfloat16,
+)
 BIASES: dict[str, tuple[int, ...] | None] = {  # axes that are 1
     "none": None,
     "full": (),
@@ -108,7 +117,7 @@ class Configuration:
     sinks: bool = False
 
     def __str__(self) -> str:
-        return f"{self.number} {self.pattern} {self.shape} {self.bias} {self.options or ''}"
+        return f"{self.number} {self.pattern} {self.shape} {self.bias} {self.dtype} {self.options or ''}"
 
     @property
     def offset(self) -> int:
@@ -122,7 +131,7 @@ def configurations(count: int) -> list[Configuration]:
         pattern = list(PATTERNS)[n % len(PATTERNS)]
         shape = (4, 2, 130, 130, 17, 17) if pattern == "per_head" else SHAPES[n * 3 % len(SHAPES)]
         options = ({}, {"dropout_p": 0.2}, {}, {"softcap": 2.0})[n % 4]
-        dtype = (torch.float32, torch.float64, torch.float32)[n % 3]
+        dtype = TYPES[n % len(TYPES)]
         made.append(Configuration(n, pattern, shape, list(BIASES)[n % len(BIASES)], dtype, options, n % 5 == 1))
     return made
 
@@ -190,9 +199,10 @@ def call_of(made: Configuration, batch: int = BATCH) -> Call:
         name: normal(*shape, seed=10 * made.number + n, dtype=made.dtype)
         for n, (name, shape) in enumerate(shapes.items())
     }
+    wide = torch.float64 if made.dtype == torch.float64 else torch.float32
     grads = [
-        normal(batch, heads, queries, *more, seed=10 * made.number + 7 + len(more), dtype=made.dtype)
-        for more in ((value,), ())
+        normal(batch, heads, queries, *more, seed=10 * made.number + 7 + len(more), dtype=dtype)
+        for more, dtype in (((value,), made.dtype), ((), wide))
     ]
     return Call(made, tensors, *grads, slice(batch))
 

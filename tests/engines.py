@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from qkv.backends import extension
+from qkv.backends.cpu import Cpu, Prepared
 
 ISAS: tuple[str, ...] = tuple(extension.native.available_isas()) if extension.native else ()  # best first
 NATIVE = tuple(f"cpu-{isa}" for isa in ISAS)
+CASTING = {"avx512bf16", "amx", "tiles"}  # multiply bfloat16 numbers as they are
 TORCH = ("reference", "blockwise")
 OURS = (*TORCH, *NATIVE)
 
@@ -53,3 +55,30 @@ def using(engine: str) -> Iterator[str]:
         yield name
     finally:
         native.choose_isa(before)
+
+
+def casts(dtype: torch.dtype) -> bool:
+    """Whether the instruction set in use multiplies weights of calls of this type as numbers of it: `budgets.Cast`."""
+    return dtype == torch.bfloat16 and isa() in CASTING
+
+
+@contextmanager
+def widened() -> Iterator[None]:
+    """Inside the block the native core gives its output as it is before it is rounded, in the compute type.
+
+    Only for calls that ask for more than the output: others may be remembered from before.
+    """
+    answer, gradients = Cpu.answer, Cpu.gradients
+
+    def wide_answer(self, work):
+        wide = work.problem.compute_dtype
+        return Prepared.of(work, wide).answer(work, wide)
+
+    def wide_gradients(self, work, *args, **options):
+        return Prepared.of(work, work.problem.compute_dtype).gradients(work, *args, **options)
+
+    Cpu.answer, Cpu.gradients = wide_answer, wide_gradients
+    try:
+        yield
+    finally:
+        Cpu.answer, Cpu.gradients = answer, gradients

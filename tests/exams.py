@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import budgets
+import engines
 import oracles
 import qkv
 from sweep import Example, Sizes, bias_value, case_of, dense_bias, request
@@ -31,9 +32,19 @@ class Gradients(NamedTuple):
 class Exam(NamedTuple):
     number: int
     case: Example
+    call: budgets.Call  # in float64, of leaves that can want a gradient
     truth: oracles.Truth
     bound: budgets.Budget
     gradients: Gradients | None
+
+    def under(self, *, cast: bool = False, wide: bool = False) -> Exam:
+        """The same exam with the bounds of an engine that casts weights to 16 bits, or gives a wide output."""
+        dtype = self.case.call.q.dtype
+        how = {"output": budgets.compute_type(dtype) if wide else None, "cast": cast and dtype == torch.bfloat16}
+        asked = self.gradients
+        if asked is not None:
+            asked = asked._replace(bounds=gradient_bounds(self.case, self.call, self.truth, asked, how))
+        return self._replace(bound=budgets.forward(self.call, self.truth, dtype, **how), gradients=asked)
 
 
 class Finding(NamedTuple):
@@ -86,13 +97,13 @@ def exam_of(
         if bound.small:
             break
     asked = gradients_of(number, case, exact, call, truth) if gradients else None
-    return Exam(number, case, oracles.Truth(*(x.detach() for x in truth)), bound, asked)
+    return Exam(number, case, call, oracles.Truth(*(x.detach() for x in truth)), bound, asked)
 
 
 def gradients_of(
     number: int, case: Example, exact: dict[str, Tensor], call: budgets.Call, truth: oracles.Truth
 ) -> Gradients:
-    leaves, names = leaves_of(case), wanted_of(case, exact)
+    names = wanted_of(case, leaves_of(case))
     dtype, generator = case.call.q.dtype, torch.Generator().manual_seed(number)
     output = torch.randn(truth.out.shape, generator=generator, dtype=torch.float64).to(dtype)
     lse = torch.randn(truth.lse.shape, generator=generator, dtype=torch.float64).to(budgets.compute_type(dtype))
@@ -101,13 +112,22 @@ def gradients_of(
     inputs = [exact[name] for name in names]
     found = torch.autograd.grad([x for x, _ in outputs], inputs, [g for _, g in outputs], allow_unused=True)
     want = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
-    bounds, summed = budgets.backward(call, truth, dtype, output, lse)
+    asked = Gradients(output, lse, dict(zip(names, want, strict=True)), {})
+    return asked._replace(bounds=gradient_bounds(case, call, truth, asked, {}))
+
+
+def gradient_bounds(
+    case: Example, call: budgets.Call, truth: oracles.Truth, asked: Gradients, how: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The bounds of the gradients that are asked for; how: as `budgets.backward` takes it."""
+    leaves, dtype = leaves_of(case), case.call.q.dtype
+    bounds, summed = budgets.backward(call, truth, dtype, asked.output, asked.lse, **how)
     if case.bias is not None:
-        bounds["bias"] = bias_bound(case, exact["bias"], summed)
-    for name, true in zip(names, want, strict=True):
+        bounds["bias"] = bias_bound(case, leaves["bias"], summed)
+    for name, true in asked.truth.items():
         stored = rounding(leaves[name].dtype, dtype) * true.abs() if name in {"bias", "sinks"} else 0.0
         bounds[name] = bounds[name] + stored + budgets.floor_of(leaves[name].dtype)
-    return Gradients(output, lse, dict(zip(names, want, strict=True)), bounds)
+    return bounds
 
 
 def bias_bound(case: Example, leaf: Tensor, summed: Callable[..., Tensor]) -> Tensor:
@@ -128,8 +148,11 @@ def bias_bound(case: Example, leaf: Tensor, summed: Callable[..., Tensor]) -> Te
 
         return summed(by_entry, count)
     shape = (1,) * (4 - leaf.ndim) + tuple(leaf.shape)
-    n = max(size.batch * size.heads * size.queries * size.keys, 1) / max(leaf.numel(), 1)
-    return summed(lambda x: x.sum_to_size(shape).reshape(leaf.shape), n)
+    n, more = max(size.batch * size.heads * size.queries * size.keys, 1) / max(leaf.numel(), 1), 0.0
+    if kind == "expanded":  # torch adds up what was rounded to the type of the bias
+        more = n * budgets.floor_of(leaf.dtype)
+        n += 2 * budgets.ROUNDOFF[leaf.dtype] / budgets.ROUNDOFF[budgets.compute_type(leaf.dtype)]
+    return summed(lambda x: x.sum_to_size(shape).reshape(leaf.shape), n) + more
 
 
 def ask(case: Example, leaves: dict[str, Tensor], number: int, backend: str) -> Any:
@@ -179,7 +202,8 @@ def answers(exam: Exam, backend: str, device: torch.device = CPU) -> tuple[Tenso
         out, aux = ask(case, leaves, exam.number, backend)
         linked = [(x, g) for x, g in ((out, asked.output), (aux.lse, asked.lse)) if x.requires_grad]
         wanted = [leaves[name] for name in asked.truth]
-        got = torch.autograd.grad([x for x, _ in linked], wanted, [g.to(device) for _, g in linked], allow_unused=True)
+        grads = [g.to(device, x.dtype) for x, g in linked]
+        got = torch.autograd.grad([x for x, _ in linked], wanted, grads, allow_unused=True)
     got = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, got, strict=True)]
     pairs = zip(asked.truth.items(), got, strict=True)
     found = [Finding(f"gradient of {name}", g, true, asked.bounds[name]) for (name, true), g in pairs]
@@ -199,13 +223,39 @@ def outputs_alone(case: Example, leaves: dict[str, Tensor], backend: str) -> lis
     return [out.transpose(1, 2) if turned else out for out in found]
 
 
-def sit(exam: Exam, backend: str, device: torch.device = CPU) -> None:
-    """Let a backend answer and judge what it says."""
+def sit(exam: Exam, backend: str, device: torch.device = CPU) -> tuple[Tensor, Any]:
+    """Let a backend answer and judge what it says; its output and aux."""
     out, aux, gradients = answers(exam, backend, device)
     assert out.dtype == exam.case.call.q.dtype
     if backend == "cpu":
         alone = outputs_alone(exam.case, leaves_of(exam.case), backend)
         assert all(torch.equal(out, other) for other in alone), "other bits where nothing but the output is asked for"
+    judge_all(exam, out, aux, gradients)
+    return out, aux
+
+
+def sit_twice(exam: Exam, backend: str) -> None:
+    """Judge what the native core answers, also before the output is rounded to 16 bits, and how it is rounded."""
+    cast = engines.casts(exam.case.call.q.dtype)
+    out, aux = sit(exam.under(cast=cast) if cast else exam, backend)
+    with engines.widened():
+        wide = exam.under(cast=cast, wide=True)
+        unrounded, others, gradients = answers(wide, backend)
+    assert unrounded.dtype == budgets.compute_type(out.dtype)
+    judge_all(wide, unrounded, others, gradients)
+    assert same_bits(out, unrounded.to(out.dtype)), "the output is not the unrounded one, rounded to nearest"
+    for name in ("lse", "max_scores", "entropy"):
+        assert same_bits(getattr(aux, name), getattr(others, name)), f"{name} depends on the type of the output"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether all numbers are the same, NaN equal to NaN, and the sign of zeros."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    a, b = (torch.where(x.isnan(), 0.0, x.detach()).contiguous().view(whole) for x in (a, b))
+    return torch.equal(a, b)
+
+
+def judge_all(exam: Exam, out: Tensor, aux: Any, gradients: list[Finding]) -> None:
     judge("output", out, exam.truth.out, exam.bound.out)
     judge_aux(exam, aux)
     for found in gradients:

@@ -76,8 +76,16 @@ TALL = NATIVE | {
     "width": (8, 16, 40),
     "weights": (False,),
 }
-TABLES = {"shared": SHARED, "native": NATIVE, "tall": TALL}
-LARGEST = {"shared": 1 << 40, "native": 24_000, "tall": 1 << 40}  # pairs: batch, heads, then keys shrink to it
+
+# The same of 16 bits. Numbers below the least normal one of their type stand for those that units of dot products lose.
+SIXTEEN = {
+    "dtype": (torch.bfloat16, torch.float16),
+    "inputs": (*NATIVE["inputs"], "subnormal"),
+}
+NARROW, NARROW_TALL = NATIVE | SIXTEEN, TALL | SIXTEEN
+TABLES = {"shared": SHARED, "native": NATIVE, "tall": TALL, "narrow": NARROW, "narrow_tall": NARROW_TALL}
+# Pairs: batch, heads, then keys shrink to it.
+LARGEST = dict.fromkeys(TABLES, 1 << 40) | {"native": 24_000, "narrow": 24_000}
 
 
 def candidate(number: int, table: str = "shared") -> dict[str, int]:
@@ -146,8 +154,8 @@ def shape_of(pick: dict[str, Any], draw: random.Random, largest: int) -> tuple[S
     return Sizes(batch, heads, queries, keys), groups, offset
 
 
-def numbers(kind: str, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Float64 inputs of a kind; the caller rounds them."""
+def numbers(kind: str, shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Float64 inputs of a kind, which the caller rounds to `dtype`."""
     x = torch.randn(*shape, generator=generator, dtype=torch.float64)
     if kind == "outliers" and x.shape[-1]:
         x[..., 0] *= 8
@@ -165,6 +173,8 @@ def numbers(kind: str, shape: Sequence[int], generator: torch.Generator) -> Tens
         x = x.abs() % 1
     elif kind == "denormal":  # in float32
         x = x * 1e-41
+    elif kind == "subnormal":
+        x = x * torch.finfo(dtype).tiny / 4
     return x
 
 
@@ -259,7 +269,9 @@ def case_of(number: int, table: str = "shared", dtype: torch.dtype | None = None
         (size.batch, groups, size.keys, value),
     ]
     placed = haloed if table != "shared" else lambda x: x
-    tensors = [placed(laid_out(numbers(pick["inputs"], s, generator).to(dtype), pick["strides"])) for s in shapes]
+    tensors = [
+        placed(laid_out(numbers(pick["inputs"], s, generator, dtype).to(dtype), pick["strides"])) for s in shapes
+    ]
     scale = width**-0.5 if pick["scale"] is None else pick["scale"]
     options: dict[str, Any] = {
         "pattern": pattern,

@@ -21,7 +21,9 @@ right = registry.attention
 
 def suite(*figures, **given):
     return contest.Contest(
-        **{"figures": figures, "backend": "blockwise", "threads": 1, "budget": 0.0, "least": 3, "most": 3} | given
+        **{"name": "cpu", "figures": figures, "backend": "blockwise", "threads": 1}
+        | {"budget": 0.0, "least": 3, "most": 3}
+        | given
     )
 
 
@@ -41,7 +43,7 @@ def unhurried(monkeypatch):
         return [timing.Pair(timing.Sample(1.0, 2.0), timing.Sample(each, 8.0)) for each in (3.0, 2.0, 9.0)]
 
     monkeypatch.setattr(contest, "interleave", interleave)
-    monkeypatch.setattr(peak, "fma", lambda threads: 1e9)
+    monkeypatch.setattr(peak, "most", lambda dtype, threads: peak.Peak("FMA loop", 1e9))
     return taken
 
 
@@ -62,12 +64,24 @@ def test_verdict(value, side, verdict):
     assert goals.Goal(*bounds, side).verdict(value) == verdict
 
 
-def test_every_figure_can_be_asked_for():
-    names = [figure.name for figure in goals.FIGURES]
+@pytest.mark.parametrize(
+    "value, of_peak, verdict", [(2.9, 0.95, "SHORT"), (3.0, 0.89, "met"), (3.0, 0.9, "aim"), (9.0, None, "met")]
+)
+def test_aim_may_be_a_share_of_the_peak(value, of_peak, verdict):
+    assert goals.Goal(3, 0.9, aim_of="peak").verdict(value, of_peak) == verdict
+    outcome = row("a", value, goals.Goal(3, 0.9, aim_of="peak"), of_peak=of_peak, spread=(1.0, 9.0))
+    assert outcome.verdict == verdict
+    assert f"3   90%  {verdict}" in report.line(outcome)
+
+
+@pytest.mark.parametrize("suite", goals.FIGURES)
+def test_every_figure_can_be_asked_for(suite):
+    names = [figure.name for figure in goals.FIGURES[suite]]
     assert len(set(names)) == len(names)
-    for figure in goals.FIGURES:
+    assert max(map(len, names)) <= report.WIDE
+    for figure in goals.FIGURES[suite]:
         assert figure.case in registry.BY_NAME
-        assert goals.chosen([figure.name], quick=False, threads=1)[0] == figure
+        assert goals.chosen([figure.name], quick=False, threads=1, suite=suite)[0] == figure
         if isinstance(figure, goals.Race):
             assert figure.against in {*peers.CONTENDERS, "ours"}
             assert figure.baseline is None or figure.baseline in registry.BY_NAME
@@ -97,8 +111,8 @@ def test_race_is_the_median_ratio_with_its_share_of_the_peak(unhurried):
 
 @pytest.mark.parametrize("direction, products", [("recorded", 2), ("backward", 5), ("forward+backward", 7)])
 def test_work_of_a_direction_is_counted_in_products(direction, products):
-    figure = goals.Race(direction, "dense", 32, 16)
-    assert contest.flops(registry.BY_NAME["dense"], figure) == products * 2 * 8 * 32 * 32 * 16
+    setting = contest.Setting(direction, 32, 16)
+    assert contest.flops(registry.BY_NAME["dense"], setting) == products * 2 * 8 * 32 * 32 * 16
 
 
 def test_threads_are_raced_by_the_clock_on_the_wall(unhurried):
@@ -144,6 +158,7 @@ def test_dropout_of_another_is_judged_by_its_spread(wrong, monkeypatch):
     def otherwise(*tensors, dropout_p, **given):
         return whole(*tensors, dropout_p=wrong if dropout_p else 0.0, **given)
 
+    torch.manual_seed(0)
     monkeypatch.setattr(registry.F, "scaled_dot_product_attention", otherwise)
     with pytest.raises(gate.Refused, match=r"times as wide about the whole one as a dropout of 0\.1"):
         only(figure)
@@ -213,34 +228,49 @@ def row(name, value, goal=None, **given):
 def test_summary_counts_and_names_what_is_short():
     rows = [
         row("a", 2.0, goals.Goal(1, 3)),
-        row("b", 0.5, goals.Goal(1, 3), limit=0.9),
+        row("b", 0.5, goals.Goal(1, 3), limit=0.9, loop="FMA loop"),
         row("c", 4.0, goals.Goal(1, 3)),
         row("d", 9.0),
         row("e", None, goals.Goal(1, 3), note="not installed"),
     ]
-    told = report.summary(rows, "cpu", None, 1e9)
+    told = report.summary(rows, "cpu", {"FMA loop": None}, 1e9)
     assert "goals: 2 of 3 reached, 1 of them as aimed at" in told
-    assert "SHORT: b: 0.50, at least 1; at the FMA loop's rate it would be 0.90" in told
+    assert "SHORT: b: 0.50, at least 1; at the rate of the FMA loop it would be 0.90" in told
     assert "not measured: e" in told
     assert "FMA loop: not measured (no C compiler)" in told
+    assert "growth: " not in told
+
+
+def test_summary_names_the_loops_of_the_machine():
+    rows = [row("forward/decode/8", 2.0, loop="read loop", rate=rate) for rate in (3e9, 2e9, 5e9)]
+    told = report.summary([*rows, row("growth/x", 1.0)], "cpu", {"FMA loop": 1e11, "tile loop": None}, 1e9)
+    assert "FMA loop: 100.0 GFLOP/s; tile loop: this processor has none; read loop: 2.0 GB/s to 5.0 GB/s" in told
+    assert "\ngrowth: the exponent" in told
+    assert "\ndecode, of peak: " in told
 
 
 def test_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     points = [(tokens, tokens * 1e-6) for tokens in goals.LENGTHS]
     rows = [row("a", 2.0, goals.Goal(1, 3), spread=(1.5, 2.5)), row("growth/b", 1.0, points=points), row("c", None)]
-    assert report.plot(rows, tmp_path / "plot.png", "title")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    rows += [row("d", 2.0, goals.READING, spread=(1.5, 2.5), limit=limit) for limit in (None, 4.0)]
+    for some in (rows, rows[:1]):
+        assert report.plot(some, tmp_path / "plot.png", "title")
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "plot.png").unlink()
 
 
 def test_peak_is_measured_where_there_is_a_compiler(monkeypatch):
     if peak.loop() is not None:
-        assert 1e8 < peak.fma() < 1e12
-        assert math.isfinite(peak.fma(2))
+        assert 1e8 < peak.products("fma") < 1e12
+        assert math.isfinite(peak.products("fma", 2))
+        assert peak.most(torch.float32).name == "FMA loop"
     assert 1e8 < peak.sgemm() < 1e12
     monkeypatch.setenv("CC", "no-such-compiler")
     peak.loop.cache_clear()
-    assert peak.fma() is None
+    assert peak.products("fma") is None
+    assert peak.most(torch.bfloat16) is None
+    assert peak.reader([torch.zeros(3)]) is None
     peak.loop.cache_clear()
 
 

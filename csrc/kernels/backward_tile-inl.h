@@ -52,7 +52,7 @@ class TileGradients {
     for (int64_t i = 0; i < TILE; ++i) {
       const int64_t row = i < rows.count ? rows.row(i) : -1;
       const T total = row < 0 ? 1 : static_cast<const T*>(data_.total)[at + row];
-      one.shift[i] = row < 0 ? 0 : static_cast<const T*>(data_.shift)[at + row];
+      one.shift[i] = row < 0 ? INFINITE<T> : static_cast<const T*>(data_.shift)[at + row];
       one.delta[i] = row < 0 ? 0 : Unit::delta(deltas[at + row], total);
       one.inverse[i] = row < 0 ? 0 : 1 / total;
     }

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t FEW = 8;     // queries at most
 constexpr int64_t SPLIT = 16;  // key blocks of a chunk
+constexpr int64_t KEYS_AHEAD = 8;
 
 template <class T>
 struct DecodeScratch : ForwardScratch<T> {
@@ -138,13 +139,14 @@ class DecodePass {
       if (masked) spread(one.cursor.mask(), heads, mask);
       const TileBias<T> bias = prepare(scene, heads, block, key_rows.count, one, scratch);
       const Shape<T> shape{one.width, all, masked ? mask : nullptr, bias, static_cast<T>(p_.softcap * LOG2_E)};
-      score(key_rows, one, scratch);
+      const Rows value_rows = scene.kept_rows(values, block);
+      score(key_rows, value_rows, one, scratch);
       shape_scores(shape, scratch.scores, static_cast<T*>(nullptr), scratch.peak);
       if (CAREFUL) look_again(shape, scratch);
       const T* kept = p_.dropout_threshold ? scratch.all_kept : nullptr;
       const Weighing<T> at{p_, shape, one, scratch, kept, true, data_.entropy != nullptr};
       for (int64_t lane = 0; lane < one.width; lane += LANES<T>) PlainForward<T>::weigh(at, lane);
-      gather<CAREFUL>(scene.kept_rows(values, block), one, scratch);
+      gather<CAREFUL>(value_rows, one, scratch);
     }
   }
 
@@ -188,18 +190,28 @@ class DecodePass {
     return rows.column_stride == 1 && !rows.slots && width % LANES<T> == 0;
   }
 
-  void score(const Rows& keys, Online<T>& one, DecodeScratch<T>& scratch) const {
+  // Beside its own keys it asks for those that follow and for the values of the block, since nothing else is to be done
+  // while the memory answers.
+  void score(const Rows& keys, const Rows& values, Online<T>& one, DecodeScratch<T>& scratch) const {
     const int64_t wide = padded<T>(p_.head_dim), rows = dot_rows<T>(one.count);
     if (!direct(keys, p_.head_dim)) {
       load_rows(keys, p_.head_dim, scratch.ones, scratch.keys, wide);
       const T* const copy = scratch.keys;
       const auto row = [&](int64_t k) { return copy + k * wide; };
-      return dots<T, T>(row, keys.count, one.query, rows, wide, scratch.scores, one.width);
+      return dots<T, T>(row, [](int64_t) {}, keys.count, one.query, rows, wide, scratch.scores, one.width);
     }
     with_stored<T>(keys.type, [&](auto stored) {
       using E = decltype(stored);
       const auto row = [&](int64_t k) { return keys.at<E>(k); };
-      dots<T, E>(row, keys.count, one.query, rows, wide, scratch.scores, one.width);
+      const char* const next = reinterpret_cast<const char*>(keys.at<E>(0) + KEYS_AHEAD * keys.row_stride);
+      const char* const value = reinterpret_cast<const char*>(values.at<E>(0));
+      const int64_t key_step = keys.row_stride * sizeof(E), value_step = values.row_stride * sizeof(E);
+      const int64_t key_size = p_.head_dim * sizeof(E), value_size = p_.value_dim * sizeof(E);
+      const auto fetch = [&](int64_t k) {
+        for (int64_t at = 0; at < key_size; at += 64) __builtin_prefetch(next + k * key_step + at);
+        for (int64_t at = 0; at < value_size; at += 64) __builtin_prefetch(value + k * value_step + at, 0, 2);
+      };
+      dots<T, E>(row, fetch, keys.count, one.query, rows, wide, scratch.scores, one.width);
     });
   }
 

@@ -65,26 +65,30 @@ inline void few_dots(const E* const* keys, const T* queries, int64_t wide, T* to
 }
 
 // All of a block; `row(i)`: where key i begins. Keys beyond the last are taken for it again: to has room for TILE.
-template <class T, class E, int64_t QUERIES, class Row>
-inline void dots_of(Row row, int64_t count, const T* queries, int64_t wide, T* to, int64_t stride) {
+// `fetch(i)` asks the memory for what is read soon after key i.
+template <class T, class E, int64_t QUERIES, class Row, class Fetch>
+inline void dots_of(Row row, Fetch fetch, int64_t count, const T* queries, int64_t wide, T* to, int64_t stride) {
   constexpr int64_t KEYS = LANES<T> / QUERIES;
   for (int64_t k = 0; k < count; k += KEYS) {
     const E* keys[KEYS];
-    for (int64_t i = 0; i < KEYS; ++i) keys[i] = row(least(k + i, count - 1));
+    for (int64_t i = 0; i < KEYS; ++i) {
+      keys[i] = row(least(k + i, count - 1));
+      fetch(k + i);
+    }
     few_dots<T, E, QUERIES>(keys, queries, wide, to + k * stride, stride);
   }
 }
 
-template <class T, class E, class Row>
-inline void dots(Row row, int64_t count, const T* queries, int64_t rows, int64_t wide, T* to, int64_t stride) {
+template <class T, class E, class Row, class Fetch>
+inline void dots(Row row, Fetch fetch, int64_t count, const T* queries, int64_t rows, int64_t wide, T* to, int64_t stride) {
   switch (rows) {
-    case 1: return dots_of<T, E, 1>(row, count, queries, wide, to, stride);
-    case 2: return dots_of<T, E, 2>(row, count, queries, wide, to, stride);
-    case 4: if constexpr (LANES<T> >= 4) return dots_of<T, E, 4>(row, count, queries, wide, to, stride); break;
-    case 8: if constexpr (LANES<T> >= 8) return dots_of<T, E, 8>(row, count, queries, wide, to, stride); break;
+    case 1: return dots_of<T, E, 1>(row, fetch, count, queries, wide, to, stride);
+    case 2: return dots_of<T, E, 2>(row, fetch, count, queries, wide, to, stride);
+    case 4: if constexpr (LANES<T> >= 4) return dots_of<T, E, 4>(row, fetch, count, queries, wide, to, stride); break;
+    case 8: if constexpr (LANES<T> >= 8) return dots_of<T, E, 8>(row, fetch, count, queries, wide, to, stride); break;
   }
   for (int64_t q = 0; q < rows; q += LANES<T>) {
-    dots_of<T, E, LANES<T>>(row, count, queries + q * wide, wide, to + q, stride);
+    dots_of<T, E, LANES<T>>(row, fetch, count, queries + q * wide, wide, to + q, stride);
   }
 }
 

@@ -72,8 +72,8 @@ struct PairForward {
         if (at.energy) energy += (first == 0 ? F<T>{} : first * low) + (second == 0 ? F<T>{} : second * high);
       }
       if (kept) {
-        a = load(kept) == 0 ? U<T>{} : a;
-        b = k + 1 >= keys.stop || load(kept + width) == 0 ? U<T>{} : b;
+        a = (U<T>)((F<T>)a * load(kept));  // a NaN stays one, so that the output tells of it
+        b = k + 1 < keys.stop ? (U<T>)((F<T>)b * load(kept + width)) : U<T>{};
         kept += 2 * width;
       }
       const U<T> words = a >> 16 | b;

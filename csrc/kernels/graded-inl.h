@@ -52,7 +52,7 @@ struct Asked {
   T *by_lane, *by_row;
   T *grad_by_lane, *grad_by_row;  // of the output
   T* grad_query;
-  T *shift, *delta, *inverse;  // (TILE): delta as deltas say; of the total, 0 for padding
+  T *shift, *delta, *inverse;  // (TILE): delta as deltas say; inverse of the total; for padding infinity, 0 and 0
   int64_t tile, count, width;
   Cursor cursor;
 };

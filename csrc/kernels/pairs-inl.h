@@ -71,8 +71,20 @@ struct PairRows {
   int64_t stride;
 };
 
-// Copied as they are: zeros beyond the width, for padding, and from the last row to row `count`.
+inline void round_pair_rows(const Rows& from, int64_t width, int64_t count, uint16_t* to, int64_t to_stride) {
+  for (int64_t i = 0; i < count; ++i, to += to_stride) {
+    const bool there = i < from.count && from.row(i) >= 0;
+    const float* row = there ? from.at<float>(i) : nullptr;
+    for (int64_t c = 0; c < to_stride; ++c) {
+      to[c] = there && c < width ? number_from<Bfloat>(row[c * from.column_stride]).bits : 0;
+    }
+  }
+}
+
+// Copied as they are, or rounded where they are wider: zeros beyond the width, for padding, and from the last row to row
+// `count`.
 inline void copy_pair_rows(const Rows& from, int64_t width, int64_t count, uint16_t* to, int64_t to_stride) {
+  if (from.type == Type::float32) return round_pair_rows(from, width, count, to, to_stride);
   for (int64_t i = 0; i < count; ++i, to += to_stride) {
     const bool there = i < from.count && from.row(i) >= 0;
     const uint16_t* row = there ? from.at<uint16_t>(i) : nullptr;

@@ -2,6 +2,9 @@
 
 from qkv.attention import attention as attention
 from qkv.attention import scaled_dot_product_attention as scaled_dot_product_attention
+from qkv.cache import KVCache as KVCache
+from qkv.cache import PagedKVCache as PagedKVCache
+from qkv.cache import RollingKVCache as RollingKVCache
 from qkv.explain.build import explain as explain
 from qkv.merging import Merged as Merged
 from qkv.merging import merge as merge
@@ -39,4 +42,5 @@ from qkv.scores import relative as relative
 from qkv.types import AuxOutput as AuxOutput
 from qkv.types import AuxRequest as AuxRequest
 from qkv.types import TopK as TopK
+from qkv.varlen import varlen_attention as varlen_attention
 from qkv.version import __version__ as __version__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import overload
 
 import torch
@@ -19,12 +19,14 @@ from qkv.inputs import in_call
 from qkv.patterns.given import mask
 from qkv.patterns.named import causal
 from qkv.patterns.pattern import Pattern
+from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
 from qkv.question import Question, as_autocast_does, ask
 from qkv.remembered import key_of, recall, remember
 from qkv.scores import Alibi, Relative
 from qkv.shapes import check_dense, values_can_be_seen, view_inputs
 from qkv.types import AuxOutput, AuxRequest, Layout
+from qkv.values import all_equal
 from qkv.weights import collect
 
 
@@ -199,16 +201,18 @@ def _answer(question: Question, choice: Choice, generator: torch.Generator | Non
     return result.output, aux
 
 
-def _warn_if_all_hidden(problem: Problem, tensors: Tensors, result: Result) -> None:
-    """Ask whether the mask is inverted when no query of the call sees a key."""
+def _warn_if_all_hidden(
+    problem: Problem, tensors: Tensors, result: Result, plan: Callable[[], PatternPlan] | None = None
+) -> None:
+    """Ask whether the mask is inverted when no query of the call sees a key; `plan` where it is not the problem's."""
     pairs = problem.batch * problem.heads * problem.queries * problem.keys
     if not pairs or not values_can_be_seen(tensors.query):
         return
     if result.lse.numel() and not problem.sinks:
-        hidden = bool((result.lse == NEG_INF).all())
+        hidden = all_equal(result.lse, NEG_INF)
     else:
-        added = tensors.bias is not None and bool((tensors.bias == NEG_INF).all())
-        hidden = added or pattern_plan(problem).pairs == 0
+        added = tensors.bias is not None and all_equal(tensors.bias, NEG_INF)
+        hidden = added or (pattern_plan(problem) if plan is None else plan()).pairs == 0
     if hidden:
         by = f"pattern {problem.pattern}" if problem.bias is None else f"pattern {problem.pattern} and the bias"
         warnings.warn(

@@ -10,6 +10,7 @@ from qkv.backends.absent import Absent
 from qkv.backends.base import Backend
 from qkv.backends.blockwise import Blockwise
 from qkv.backends.cpu import Cpu
+from qkv.backends.extension import check_isa
 from qkv.backends.reference import Reference
 from qkv.backends.sdpa import Sdpa
 from qkv.errors import UnsupportedError, message, unknown_name
@@ -41,6 +42,7 @@ def choose(problem: Problem, name: str) -> Choice:
 
     Raises UnknownName, and UnsupportedError with every reason when a named backend cannot answer.
     """
+    check_isa()
     names = [backend.name for backend in BACKENDS]
     if not isinstance(name, str):
         raise unknown_name("backend", name, ["auto", *names])

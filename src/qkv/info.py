@@ -122,6 +122,7 @@ def info() -> Info:
 def _native() -> NativeCore:
     if extension.MISSING is not None:
         return NativeCore(missing=extension.MISSING)
+    extension.check_isa()
     core = extension.native
     sets = tuple(core.available_isas())
     return NativeCore(missing=None, abi=core.ABI, instruction_sets=sets, in_use=core.isa())

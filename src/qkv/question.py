@@ -29,6 +29,7 @@ from qkv.shapes import (
     view_inputs,
 )
 from qkv.types import AuxRequest
+from qkv.values import all_equal, beyond, bounds
 
 _BROADCASTS = "`bias` must broadcast to (B, H, L, S) = {}"
 _MASK_REMEDY = "a mask is pattern=mask(keep=...), a bool tensor that is True where a query may see"
@@ -81,9 +82,9 @@ def ask(
     scale = read_scale(scale, axes.head_dim)
     softcap = read_softcap(softcap)
     dropout_p = read_dropout(dropout_p, generator)
-    kind, added = _read_bias(bias, axes, views)
+    kind, added = read_bias(bias, axes, views)
     if sinks is not None:
-        sinks = _read_sinks(sinks, axes, views.query.device)
+        sinks = read_sinks(sinks, axes, views.query.device)
     legal = read_pattern(pattern)
     offsets = read_offsets(query_offset, legal.align, axes)
     legal.check(batch=axes.batch, heads=axes.heads, queries=axes.queries, keys=axes.keys, offsets=offsets)
@@ -122,7 +123,7 @@ def as_autocast_does(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(kind)) for t in tensors)
 
 
-def _read_sinks(sinks: object, axes: Axes, device: torch.device) -> Tensor:
+def read_sinks(sinks: object, axes: Axes, device: torch.device) -> Tensor:
     """One logit a query head."""
     sinks = check_dense("sinks", sinks)
     check_float("sinks", sinks)
@@ -135,7 +136,7 @@ def _read_sinks(sinks: object, axes: Axes, device: torch.device) -> Tensor:
     return sinks
 
 
-def _read_bias(bias: object, axes: Axes, views: Views) -> tuple[BiasKind | None, Tensor | None]:
+def read_bias(bias: object, axes: Axes, views: Views) -> tuple[BiasKind | None, Tensor | None]:
     """Which kind of bias it is, and the tensor that holds its numbers."""
     if bias is None:
         return None, None
@@ -172,11 +173,13 @@ def _read_bias_tensor(bias: Tensor, axes: Axes, views: Views) -> Tensor:
         if size not in (1, whole):
             seen = f"got {list(bias.shape)}, whose {axis} is {size} where the call has {whole}"
             raise ShapeError(message(_BROADCASTS.format(list(full_shape)), seen, "use 1 or all"))
-    if values_can_be_seen(bias):
+    visible = values_can_be_seen(bias)
+    if visible:
         _check_bias_values(bias)
     if bias.dtype == torch.float64 != views.query.dtype:  # a finite number stays one in the type of the scores
         most = torch.finfo(torch.float32).max
-        bias = torch.where(bias == -math.inf, bias, bias.clamp(-most, most))
+        if not visible or beyond(bias, most):
+            bias = torch.where(bias == -math.inf, bias, bias.clamp(-most, most))
     return bias
 
 
@@ -202,16 +205,12 @@ def _view_bias(bias: Tensor, full_shape: tuple[int, int, int, int], views: Views
 
 
 def _check_bias_values(bias: Tensor) -> None:
-    """Refuse NaN and +inf; warn of a mask of zeros and ones. Broadcast axes are read once."""
-    numbers = bias.detach()
-    for axis, stride in enumerate(numbers.stride()):
-        if stride == 0:
-            numbers = numbers.narrow(axis, 0, min(1, numbers.shape[axis]))
-    if numbers.numel() == 0:
+    """Refuse NaN and +inf; warn of a mask of zeros and ones."""
+    if bias.numel() == 0:
         return
-    least, most = (bound.item() for bound in numbers.aminmax())
+    least, most = bounds(bias)
     if not most < float("inf"):
         remedy = "-inf hides a key, the others have no meaning"
         raise ValueOutOfRange(message("`bias` must hold no NaN and no +inf", f"got {most} in {describe(bias)}", remedy))
-    if (least, most) == (0.0, 1.0) and not bias.requires_grad and bool(((numbers == 0) | (numbers == 1)).all()):
+    if (least, most) == (0.0, 1.0) and not bias.requires_grad and all_equal(bias, 0.0, 1.0):
         warnings.warn(_ADDED, AddedMaskWarning, stacklevel=6)

@@ -16,7 +16,8 @@ import qkv
 
 OURS = engines.EACH
 POISON = pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38])
-DTYPES = engines.each_with(torch.float64, torch.float32, torch.bfloat16)
+DTYPES = engines.each_with(torch.float64, torch.float32, torch.bfloat16, torch.float16)
+WIDE_AND_NARROW = engines.each_with(torch.float64, torch.bfloat16)
 LENGTH = 150
 
 # pattern, the keys that it hides from every query of the call
@@ -47,6 +48,11 @@ def inputs(dtype: torch.dtype = torch.float64, length: int = LENGTH) -> list[Ten
     return [torch.randn(1, heads, length, 8, generator=g, dtype=torch.float64).to(dtype) for heads in (2, 1, 1)]
 
 
+def held(poison: float, dtype: torch.dtype) -> float:
+    """A poison as a type can hold it."""
+    return min(poison, torch.finfo(dtype).max) if math.isfinite(poison) else poison
+
+
 def run(tensors: list[Tensor], backend: str, live: Tensor | None = None, **options: Any) -> list[Tensor]:
     """Output, lse and the gradients of q, k, v of a loss over the rows `live`."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
@@ -67,19 +73,21 @@ def test_content_of_hidden_keys_changes_no_bit(name: str, dtype: torch.dtype, po
     for where in ("k", "v", "both"):
         dirty = [x.clone() for x in (q, k, v)]
         for index in {"k": (1,), "v": (2,), "both": (1, 2)}[where]:
-            dirty[index][:, :, ~seen] = poison
+            dirty[index][:, :, ~seen] = held(poison, dtype)
         got = run(dirty, backend, pattern=pattern())
         for part, a, b in zip(("output", "lse", "dq", "dk", "dv"), clean, got, strict=True):
             assert torch.equal(a, b), f"{part} changes with hidden {where} = {poison}"
 
 
-@OURS
+@WIDE_AND_NARROW
 @POISON
 @pytest.mark.parametrize("at", [149, 64, 63, 1])
-def test_a_poisoned_key_reaches_only_queries_that_see_it(at: int, poison: float, backend: str) -> None:
-    clean = run(inputs(), backend, pattern=qkv.causal())
+def test_a_poisoned_key_reaches_only_queries_that_see_it(
+    at: int, poison: float, dtype: torch.dtype, backend: str
+) -> None:
+    clean = run(inputs(dtype), backend, pattern=qkv.causal())
     for index in (1, 2):
-        dirty = inputs()
+        dirty = inputs(dtype)
         dirty[index][:, :, at, 0] = poison
         live = torch.arange(LENGTH) < at
         got = run(dirty, backend, live=None, pattern=qkv.causal())
@@ -90,13 +98,13 @@ def test_a_poisoned_key_reaches_only_queries_that_see_it(at: int, poison: float,
             assert not got[0][:, :, at:, 0].isfinite().any()
 
 
-@OURS
+@WIDE_AND_NARROW
 @pytest.mark.parametrize("at", [0, 64, 149])
-def test_nan_in_a_query_comes_out_in_its_row_only(at: int, backend: str) -> None:
+def test_nan_in_a_query_comes_out_in_its_row_only(at: int, dtype: torch.dtype, backend: str) -> None:
     """Row 59 of the bad inputs."""
     for pattern in (None, qkv.causal(), qkv.strided(12)):
-        clean = run(inputs(), backend, pattern=pattern)
-        dirty = inputs()
+        clean = run(inputs(dtype), backend, pattern=pattern)
+        dirty = inputs(dtype)
         dirty[0][:, :, at, 3] = math.nan
         got = run(dirty, backend, pattern=pattern)
         others = torch.arange(LENGTH) != at
@@ -106,10 +114,10 @@ def test_nan_in_a_query_comes_out_in_its_row_only(at: int, backend: str) -> None
         assert torch.equal(got[2][:, :, others], clean[2][:, :, others]), "dq of the other rows"
 
 
-@OURS
-def test_all_keys_nan_make_all_rows_nan(backend: str) -> None:
+@WIDE_AND_NARROW
+def test_all_keys_nan_make_all_rows_nan(dtype: torch.dtype, backend: str) -> None:
     """Row 60 of the bad inputs."""
-    q, k, v = inputs()
+    q, k, v = inputs(dtype)
     out = qkv.attention(q, torch.full_like(k, math.nan), v, backend=backend)
     assert out.isnan().all()
 
@@ -133,15 +141,15 @@ UNSEEN = pytest.mark.parametrize(
 )
 
 
-@OURS
+@WIDE_AND_NARROW
 @UNSEEN
 @pytest.mark.parametrize("in_loss", [True, False])
 def test_a_poisoned_query_reaches_no_gradient_of_keys_that_it_does_not_see(
-    pattern: str, unseen: slice, in_loss: bool, backend: str
+    pattern: str, unseen: slice, in_loss: bool, dtype: torch.dtype, backend: str
 ) -> None:
     live = None if in_loss else torch.arange(LENGTH) != 140
-    clean = run(inputs(), backend, live, pattern=qkv.parse(pattern))
-    dirty = inputs()
+    clean = run(inputs(dtype), backend, live, pattern=qkv.parse(pattern))
+    dirty = inputs(dtype)
     dirty[0][:, :, 140] = math.nan
     got = run(dirty, backend, live, pattern=qkv.parse(pattern))
     assert torch.equal(got[3][:, :, unseen], clean[3][:, :, unseen]), "dk"
@@ -152,16 +160,16 @@ def test_a_poisoned_query_reaches_no_gradient_of_keys_that_it_does_not_see(
         assert not got[3][:, :, 140].isfinite().any() and not got[4][:, :, 140].isfinite().any()
 
 
-@OURS
+@WIDE_AND_NARROW
 @POISON
 @UNSEEN
 def test_a_poisoned_gradient_reaches_only_what_its_row_sees(
-    pattern: str, unseen: slice, poison: float, backend: str
+    pattern: str, unseen: slice, poison: float, dtype: torch.dtype, backend: str
 ) -> None:
     """The gradient of the output of query 140 is not finite: only dq of that row and the keys that it sees feel it."""
     grads = []
     for fill in (1.0, poison):
-        leaves = [x.requires_grad_() for x in inputs()]
+        leaves = [x.requires_grad_() for x in inputs(dtype)]
         out = qkv.attention(*leaves, pattern=qkv.parse(pattern), backend=backend)
         g = torch.ones_like(out)
         g[:, :, 140] = fill
@@ -180,13 +188,13 @@ def test_fully_hidden_call_is_zero_and_asks_about_the_mask(backend: str) -> None
     assert not any(x.any() for x in (got[0], *got[2:])) and (got[1] == -math.inf).all()
 
 
-@OURS
+@WIDE_AND_NARROW
 @POISON
-def test_hidden_by_a_bias_of_minus_infinity(poison: float, backend: str) -> None:
-    bias = torch.zeros(LENGTH, LENGTH, dtype=torch.float64)
+def test_hidden_by_a_bias_of_minus_infinity(poison: float, dtype: torch.dtype, backend: str) -> None:
+    bias = torch.zeros(LENGTH, LENGTH, dtype=dtype)
     bias[:, 90:] = -math.inf
-    clean = run(inputs(), backend, bias=bias)
-    dirty = inputs()
+    clean = run(inputs(dtype), backend, bias=bias)
+    dirty = inputs(dtype)
     dirty[1][:, :, 90:], dirty[2][:, :, 90:] = poison, poison
     for a, b in zip(clean, run(dirty, backend, bias=bias), strict=True):
         assert torch.equal(a, b)
@@ -265,9 +273,8 @@ def wide_inputs(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-@OURS
+@DTYPES
 @pytest.mark.parametrize("more", MORE)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_content_of_hidden_keys_changes_no_gradient_of_anything(more: str, dtype: torch.dtype, backend: str) -> None:
     for name in ("causal_padding", "strided_padding", "columns"):
         pattern, rule = PATTERNS[name]
@@ -282,17 +289,17 @@ def test_content_of_hidden_keys_changes_no_gradient_of_anything(more: str, dtype
                     assert torch.equal(a, b), f"result {n} changes with hidden {poison} under {name}"
 
 
-@OURS
+@engines.each_with(torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("more", MORE)
-def test_a_poisoned_row_stays_alone_whatever_else_the_call_holds(more: str, backend: str) -> None:
+def test_a_poisoned_row_stays_alone_whatever_else_the_call_holds(more: str, dtype: torch.dtype, backend: str) -> None:
     """The query of row 140, then the gradient of its output: no other row, and no key that it does not see."""
     others, unseen = torch.arange(LENGTH) != 140, slice(141, None)
-    clean = run_with(wide_inputs(torch.float32), more, backend, pattern=qkv.causal())
-    dirty = wide_inputs(torch.float32)
+    clean = run_with(wide_inputs(dtype), more, backend, pattern=qkv.causal())
+    dirty = wide_inputs(dtype)
     dirty[0][:, :, 140] = math.nan
     for got in (
         run_with(dirty, more, backend, pattern=qkv.causal()),
-        run_with(wide_inputs(torch.float32), more, backend, fill=math.inf, pattern=qkv.causal()),
+        run_with(wide_inputs(dtype), more, backend, fill=math.inf, pattern=qkv.causal()),
     ):
         for n in (0, 1, 2):
             assert torch.equal(got[n][:, :, others], clean[n][:, :, others]), f"result {n} of the other rows"

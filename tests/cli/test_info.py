@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import engines
 import qkv.info as module
 from qkv.backends import extension
 from qkv.cli.info import render
@@ -119,6 +123,24 @@ def test_settings_show_their_value_now(capsys):
     printed = capsys.readouterr().out
     assert "QKV_BACKEND        reference, " in printed
     assert all(setting.name in printed for setting in SETTINGS)
+
+
+@pytest.mark.skipif(extension.native is None, reason=str(extension.MISSING))
+@pytest.mark.parametrize("name", ["sse9", "neon" if "v2" in engines.ISAS else "avx2"])
+def test_a_bad_instruction_set_is_an_error_in_one_line(name):
+    """In a process of its own: the variable is read once. A call asks for it too."""
+
+    def qkv(*words):
+        command = [sys.executable, *words]
+        return subprocess.run(
+            command, env=os.environ | {"QKV_ISA": name}, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    told = qkv("-m", "qkv", "info")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.startswith("qkv: error: `QKV_ISA` must ") and told.stderr.count("\n") == 1
+    called = qkv("-c", "import torch, qkv; x = torch.ones(2, 3); qkv.attention(x, x, x, backend='blockwise')")
+    assert called.returncode == 1 and "ValueOutOfRange: `QKV_ISA` must " in called.stderr
 
 
 def test_a_bad_setting_is_an_error_in_one_line(capsys, monkeypatch):

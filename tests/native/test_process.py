@@ -101,6 +101,64 @@ def test_a_forked_child_computes_and_forks_again() -> None:
     assert child.returncode == 0, out
 
 
+FORK_LARGE = """
+import os, sys, time, warnings, torch, qkv
+
+torch.set_num_threads(4)
+torch.ones(1 << 20).sum()  # torch's own threads are there, and will not be in the child
+wide = lambda *shape: torch.randn(*shape, dtype=torch.float64)
+q, k, bias = wide(2, 4, 5000, 8).float(), wide(2, 2, 64, 8).float(), wide(1, 4, 5000, 64)  # 40,000 rows
+cases = {
+    "rows": {},
+    "float64": {"bias": bias},
+    "float32": {"bias": bias.float()},
+    "bfloat16": {"bias": bias.bfloat16()},
+    "float16, in other order": {"bias": bias.half().mT.contiguous().mT},
+    "hides": {"bias": torch.where(bias > 0, 0.0, -torch.inf)},
+    "zeros and ones": {"bias": (bias > 0).float()},
+    "all hidden": {"bias": torch.full_like(bias, -torch.inf)},
+    "all hidden, beside sinks": {"bias": torch.full_like(bias, -torch.inf), "sinks": torch.zeros(4)},
+}
+
+def answers():
+    found = {}
+    for name, options in cases.items():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            out, aux = qkv.attention(
+                q, k, k, backend="cpu", return_aux=qkv.AuxRequest(lse=True), **options
+            )
+        found[name] = [x.numpy().tobytes() for x in (out, aux.lse)], [one.category.__name__ for one in said]
+    return found
+
+want = answers()
+said = {name: categories for name, (_, categories) in want.items() if categories}
+assert said == {
+    "zeros and ones": ["AddedMaskWarning"],
+    "all hidden": ["InvertedMaskWarning"],
+    "all hidden, beside sinks": ["InvertedMaskWarning"],
+}, said
+child = os.fork()
+if not child:
+    os._exit(0 if answers() == want else 2)
+deadline = time.monotonic() + 20
+while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+    if time.monotonic() > deadline:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        sys.exit("the child hangs")
+    time.sleep(0.01)
+sys.exit(os.waitstatus_to_exitcode(ended[1]))
+"""
+
+
+def test_a_forked_child_looks_at_more_values_than_torch_gives_to_one_thread() -> None:
+    """A float bias, and the rows that are asked whether they see a key: neither takes torch's threads."""
+    with script(FORK_LARGE) as child:
+        child.communicate(timeout=100)
+    assert child.returncode == 0
+
+
 class Attended(Dataset):
     """Answers, computed where the loader asks."""
 

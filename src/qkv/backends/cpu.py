@@ -175,8 +175,8 @@ def native_call(work: Work, tensors: Tensors, output: torch.dtype) -> native.Cal
             problem.value_dim,
         ),
         tensors.query.stride(),
-        tensors.key.stride(),
-        tensors.value.stride(),
+        _kept_stride(work, tensors.key),
+        _kept_stride(work, tensors.value),
         problem.scale,
         _softcap(problem),
         bias,
@@ -188,6 +188,11 @@ def native_call(work: Work, tensors: Tensors, output: torch.dtype) -> native.Cal
         *_packed(work.packing),
         *_paged(work.pages),
     )
+
+
+def _kept_stride(work: Work, tensor: Tensor) -> tuple[int, ...]:
+    """The strides of keys or values: batch rows share the pool where these lie in pages."""
+    return tensor.stride() if work.pages is None else (0, *tensor.stride()[1:])
 
 
 def _packed(packing: Packing | None) -> tuple[list[int], list[int]]:

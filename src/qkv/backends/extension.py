@@ -15,7 +15,7 @@ except ImportError as error:
 else:
     _failure = None
 
-__all__ = ["BUILD_LOG", "MISSING", "native"]
+__all__ = ["BUILD_LOG", "MISSING", "check_isa", "native"]
 
 ABI = 2  # of csrc/abi.h
 BUILD_LOG = Path(__file__).resolve().parents[1] / "native-build.log"  # what a failed build printed; absent otherwise
@@ -35,17 +35,28 @@ def _missing() -> str | None:
     return None
 
 
-def _choose_isa() -> None:
-    """Take the instruction set that QKV_ISA names."""
-    wanted = read(ISA)
-    if not native.choose_isa(wanted):
-        holds = f"`{ISA.name}` must name an instruction set that this build and this processor have"
-        seen = f"got {wanted!r}, there are {', '.join(native.available_isas())}"
-        raise ValueOutOfRange(message(holds, seen, f"unset it for {ISA.default!r}"))
+def _choose_isa() -> str | None:
+    """Take the instruction set that QKV_ISA names; what is wrong where it names none that is there."""
+    try:
+        wanted = read(ISA)
+    except ValueOutOfRange as error:
+        return str(error)
+    if native.choose_isa(wanted):
+        return None
+    holds = f"`{ISA.name}` must name an instruction set that this build and this processor have"
+    seen = f"got {wanted!r}, there are {', '.join(native.available_isas())}"
+    return message(holds, seen, f"unset it for {ISA.default!r}")
+
+
+def check_isa() -> None:
+    """Raise what was wrong with QKV_ISA when the core was loaded: at a call, so that an import always works."""
+    if _WRONG_ISA is not None:
+        raise ValueOutOfRange(_WRONG_ISA)
 
 
 MISSING: str | None = _missing()
+_WRONG_ISA: str | None = None
 if MISSING is None:
-    _choose_isa()
+    _WRONG_ISA = _choose_isa()
 else:
     native = None  # type: ignore[assignment]

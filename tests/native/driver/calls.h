@@ -61,21 +61,20 @@ inline qkv::Backward backward_pointers(const Case& made, const Results& r) {
 // Room for the results that a case wants: zeros for the gradient of a bias, NaN for all else.
 inline Results room_for(const Case& made) {
   const Problem& p = made.problem;
-  const auto rows = [&](bool wanted, int64_t width) {
-    return wanted ? contiguous(p.type, p.batch, p.heads, p.queries, width) : Tensor();
+  const Type wide = computing(p.type);
+  const auto like = [&](bool wanted, Type type, const Tensor& t, int64_t width) {
+    return wanted ? contiguous(type, t.size[0], t.size[1], t.size[2], width) : Tensor();
   };
-  const auto like = [&](bool wanted, const Tensor& t) {
-    return wanted ? contiguous(p.type, t.size[0], t.size[1], t.size[2], t.size[3]) : Tensor();
-  };
+  const auto rows = [&](bool wanted) { return like(wanted, wide, made.query, 1); };
   Results r;
-  r.output = rows(true, p.value_dim);
-  r.shift = rows(true, 1), r.total = rows(true, 1);
-  r.lse = rows(made.lse, 1), r.max_scores = rows(made.max_scores, 1), r.entropy = rows(made.entropy, 1);
-  r.grad_query = like(made.grad_query, made.query);
-  r.grad_key = like(made.grad_key, made.key);
-  r.grad_value = like(made.grad_value, made.value);
-  r.grad_bias = like(made.grad_bias, made.bias);
-  r.grad_sinks = like(made.grad_sinks, made.sinks);
+  r.output = like(true, p.output_type, made.query, p.value_dim);
+  r.shift = rows(true), r.total = rows(true);
+  r.lse = rows(made.lse), r.max_scores = rows(made.max_scores), r.entropy = rows(made.entropy);
+  r.grad_query = like(made.grad_query, p.type, made.query, p.head_dim);
+  r.grad_key = like(made.grad_key, p.type, made.key, p.head_dim);
+  r.grad_value = like(made.grad_value, p.type, made.value, p.value_dim);
+  r.grad_bias = like(made.grad_bias, wide, made.bias, made.bias.size[3]);
+  r.grad_sinks = like(made.grad_sinks, wide, made.sinks, 1);
   if (r.grad_bias.bytes) std::memset(r.grad_bias.memory.get(), 0, r.grad_bias.bytes);
   return r;
 }

@@ -57,15 +57,18 @@ class Checker {
   void against_truth(const Case& made, const Truth& truth, const Results& r) {
     if (r.forward != Status::ok) return fail("forward gives status ", int(r.forward));
     if (r.backward != Status::ok) return fail("backward gives status ", int(r.backward));
-    close("output", r.output, truth.output);
-    close("lse", r.lse, truth.lse);
-    close("max_scores", r.max_scores, truth.max_scores);
-    close("entropy", r.entropy, truth.entropy);
-    close("grad_query", r.grad_query, truth.grad_query);
-    close("grad_key", r.grad_key, truth.grad_key);
-    close("grad_value", r.grad_value, truth.grad_value);
-    close("grad_bias", r.grad_bias, truth.grad_bias);
-    close("grad_sinks", r.grad_sinks, truth.grad_sinks);
+    const Problem& p = made.problem;
+    const Type wide = computing(p.type);
+    const bool casts = p.type == Type::bfloat16 && (isa_ == "avx512bf16" || isa_ == "amx" || isa_ == "tiles");
+    close("output", r.output, truth.output, casts ? p.type : p.output_type);
+    close("lse", r.lse, truth.lse, wide);
+    close("max_scores", r.max_scores, truth.max_scores, wide);
+    close("entropy", r.entropy, truth.entropy, wide);
+    close("grad_query", r.grad_query, truth.grad_query, p.type);  // whatever its type, they feel a rounded output
+    close("grad_key", r.grad_key, truth.grad_key, p.type);
+    close("grad_value", r.grad_value, truth.grad_value, p.type);
+    close("grad_bias", r.grad_bias, truth.grad_bias, p.type);
+    close("grad_sinks", r.grad_sinks, truth.grad_sinks, p.type);
     sums(made, truth, r);
   }
 
@@ -78,21 +81,29 @@ class Checker {
       lse.set(n, 0, 0, 0, seen ? (shift + std::log2(total)) * 0.6931471805599453 : -INF);
       if (!seen && !(total == 1 && std::isfinite(shift))) fail("row ", n, " sees nothing, total is ", total);
     }
-    close("shift and total", lse, truth.lse, made.problem.type);
+    close("shift and total", lse, truth.lse, computing(made.problem.type));
   }
 
-  void close(const char* name, const Tensor& got, const Sums& expected) { close(name, got, expected, got.type); }
+  // How far from the truth a number may be that went through a type, relative to its terms and as it is.
+  struct Tolerance {
+    double relative, least;
+
+    explicit Tolerance(Type type) : relative(2e-5), least(1e-30) {
+      if (type == Type::float64) relative = 1e-11, least = 1e-290;
+      if (type == Type::float16) relative = 4 * 0x1p-11, least = 0x1p-24;
+      if (type == Type::bfloat16) relative = 4 * 0x1p-8;
+    }
+  };
 
   // `precision`: the narrowest type that the numbers went through.
   void close(const char* name, const Tensor& got, const Sums& expected, Type precision) {
     if (!got.memory) return;
-    const bool wide = precision == Type::float64;
-    const double tolerance = wide ? 1e-11 : 2e-5, least = wide ? 1e-290 : 1e-30;
+    const Tolerance tolerance(precision);
     for (size_t n = 0; n < expected.size(); ++n) {
       const double value = load(got.type, got.data(), int64_t(n)), error = std::abs(value - expected[n].value);
-      if (value == expected[n].value || error <= tolerance * expected[n].size + least) continue;
+      if (value == expected[n].value || error <= tolerance.relative * expected[n].size + tolerance.least) continue;
       return fail(name, "[", n, "] is ", value, ", must be ", expected[n].value, " within ",
-                  tolerance * expected[n].size);
+                  tolerance.relative * expected[n].size);
     }
   }
 
@@ -113,25 +124,26 @@ class Checker {
     const double contents[] = {std::nan(""), INF, -INF, 3e38};
     const double content = contents[seed % 4];
     const Problem& p = made.problem;
-    const auto fill = [&](Tensor& tensor, int64_t b, int64_t h, int64_t row) {
+    const auto fill = [&](Tensor& tensor, int64_t h, std::pair<int64_t, int64_t> place) {
+      const auto [b, row] = place;
       for (int64_t c = 0; c < tensor.size[3] && !tensor.aliased(); ++c) tensor.set(b, h, row, c, content);
     };
     for (int64_t b = 0; b < p.batch; ++b) {
       for (int64_t g = 0; g < p.kv_heads; ++g) {
-        std::vector<uint8_t> key_seen(static_cast<size_t>(p.keys));
+        std::vector<uint8_t> key_seen(static_cast<size_t>(made.keys(b)));
         for (int64_t h = g * p.heads / p.kv_heads; h < (g + 1) * p.heads / p.kv_heads; ++h) {
-          for (int64_t i = 0; i < p.queries; ++i) {
+          for (int64_t i = 0; i < made.queries(b); ++i) {
             bool sees = false;
-            for (int64_t j = 0; j < p.keys; ++j) {
+            for (int64_t j = 0; j < made.keys(b); ++j) {
               if (!reference.sees(b, h, i, j)) continue;
               sees = true;
               key_seen[size_t(j)] = 1;
             }
-            if (!sees) fill(made.query, b, h, i);
+            if (!sees) fill(made.query, h, made.query_place(b, i));
           }
         }
-        for (int64_t j = 0; j < p.keys; ++j) {
-          if (!key_seen[size_t(j)]) fill(made.key, b, g, j), fill(made.value, b, g, j);
+        for (int64_t j = 0; j < made.keys(b); ++j) {
+          if (!key_seen[size_t(j)]) fill(made.key, g, made.key_place(b, j)), fill(made.value, g, made.key_place(b, j));
         }
       }
     }

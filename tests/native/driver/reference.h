@@ -16,7 +16,7 @@ struct Sum {
 using Sums = std::vector<Sum>;
 
 struct Truth {
-  Sums output, lse, max_scores, entropy;                           // (B, H, L[, V])
+  Sums output, lse, max_scores, entropy;                         // by Case::query_row
   Sums grad_query, grad_key, grad_value, grad_bias, grad_sinks;  // contiguous, in the sizes of their tensors
 };
 
@@ -68,8 +68,12 @@ inline std::vector<uint8_t> pairs_of(const qkv::Member& member, int64_t queries,
 class Reference {
  public:
   explicit Reference(const Case& made) : made_(made), p_(made.problem) {
-    for (int64_t m = 0; m < p_.plan.count; ++m) pairs_.push_back(pairs_of(p_.plan.members[m], p_.queries, p_.keys));
-    const int64_t rows = p_.batch * p_.heads * p_.queries, keys = p_.batch * p_.kv_heads * p_.keys;
+    for (int64_t m = 0; m < p_.plan.count; ++m) {  // packed: a member for each batch row
+      const int64_t queries = made.packed() ? made.queries(m) : p_.queries, keys = made.packed() ? made.keys(m) : p_.keys;
+      pairs_.push_back(pairs_of(p_.plan.members[m], queries, keys));
+    }
+    const int64_t rows = made.query.size[0] * p_.heads * made.query.size[2];
+    const int64_t keys = made.key.size[0] * p_.kv_heads * made.key.size[2];
     truth_.output.resize(size_t(rows * p_.value_dim));
     for (Sums* sums : {&truth_.lse, &truth_.max_scores, &truth_.entropy}) sums->resize(size_t(rows));
     truth_.grad_query.resize(size_t(rows * p_.head_dim));
@@ -79,7 +83,7 @@ class Reference {
     truth_.grad_sinks.resize(size_t(made.sinks.count()));
     for (int64_t b = 0; b < p_.batch; ++b) {
       for (int64_t h = 0; h < p_.heads; ++h) {
-        for (int64_t i = 0; i < p_.queries; ++i) row(b, h, i);
+        for (int64_t i = 0; i < made.queries(b); ++i) row(b, h, i);
       }
     }
   }
@@ -89,7 +93,7 @@ class Reference {
   // Whether the pattern and the bias let query i of (b, h) see key j.
   bool sees(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const int64_t at = b * p_.plan.index_batch_stride + h * p_.plan.index_head_stride;
-    return pairs_[size_t(p_.plan.index[at])][size_t(i * p_.keys + j)] && bias(b, h, i, j) > -INF;
+    return pairs_[size_t(p_.plan.index[at])][size_t(i * made_.keys(b) + j)] && bias(b, h, i, j) > -INF;
   }
 
  private:
@@ -100,6 +104,14 @@ class Reference {
   };
 
   int64_t group(int64_t h) const { return h / (p_.heads / p_.kv_heads); }
+  double of_query(const Tensor& tensor, int64_t b, int64_t h, int64_t i, int64_t c) const {
+    const auto [at, row] = made_.query_place(b, i);
+    return tensor.at(at, h, row, c);
+  }
+  double of_key(const Tensor& tensor, int64_t b, int64_t h, int64_t j, int64_t c) const {
+    const auto [at, row] = made_.key_place(b, j);
+    return tensor.at(at, group(h), row, c);
+  }
   int64_t query_position(int64_t b, int64_t i) const { return p_.query_start[b * p_.query_start_stride] + i; }
   int64_t key_position(int64_t b, int64_t j) const { return p_.key_start[b * p_.key_start_stride] + j; }
   int64_t distance(int64_t b, int64_t i, int64_t j) const { return key_position(b, j) - query_position(b, i); }
@@ -127,7 +139,7 @@ class Reference {
   Pair pair(int64_t b, int64_t h, int64_t i, int64_t j) const {
     Pair found = {j, 0, 0, 0, 0, 1};
     for (int64_t c = 0; c < p_.head_dim; ++c) {
-      const double term = p_.scale * made_.query.at(b, h, i, c) * made_.key.at(b, group(h), j, c);
+      const double term = p_.scale * of_query(made_.query, b, h, i, c) * of_key(made_.key, b, h, j, c);
       found.score += term, found.size += std::abs(term);
     }
     if (p_.softcap > 0) {
@@ -148,14 +160,14 @@ class Reference {
     std::vector<Pair> pairs;
     const double sink = made_.sinks.memory ? made_.sinks.at(h, 0, 0, 0) : -INF;
     double top = -INF, largest = sink > -INF ? std::abs(sink) : 0;
-    for (int64_t j = 0; j < p_.keys; ++j) {
+    for (int64_t j = 0; j < made_.keys(b); ++j) {
       if (!sees(b, h, i, j)) continue;
       pairs.push_back(pair(b, h, i, j));
       top = std::max(top, pairs.back().score);
       largest = std::max(largest, pairs.back().size);
     }
     const double shift = std::max(top, sink), reach = 1 + largest;
-    const int64_t at = (b * p_.heads + h) * p_.queries + i;
+    const int64_t at = made_.query_row(b, h, i);
     truth_.max_scores[size_t(at)] = {top, reach};
     truth_.lse[size_t(at)] = {-INF, reach};
     if (shift == -INF) return;
@@ -176,7 +188,7 @@ class Reference {
   void output(int64_t b, int64_t h, int64_t at, const std::vector<Pair>& pairs, double reach) {
     for (const Pair& one : pairs) {
       for (int64_t c = 0; c < p_.value_dim; ++c) {
-        const double term = one.weight * one.keep * made_.value.at(b, group(h), one.j, c);
+        const double term = one.weight * one.keep * of_key(made_.value, b, h, one.j, c);
         truth_.output[size_t(at * p_.value_dim + c)].add(term, reach * std::abs(term));
       }
     }
@@ -186,11 +198,11 @@ class Reference {
                  double sink_weight) {
     Sum centre;  // dO · O less the gradient of lse
     for (int64_t c = 0; c < p_.value_dim; ++c) {
-      const double grad = made_.grad_output.at(b, h, i, c);
+      const double grad = of_query(made_.grad_output, b, h, i, c);
       const Sum& out = truth_.output[size_t(at * p_.value_dim + c)];
       centre.add(grad * out.value, std::abs(grad) * out.size / reach);
     }
-    const double grad_lse = made_.grad_lse.memory ? made_.grad_lse.at(b, h, i, 0) : 0;
+    const double grad_lse = made_.grad_lse.memory ? load(made_.grad_lse.type, made_.grad_lse.data(), at) : 0;
     centre.add(-grad_lse, std::abs(grad_lse));
     if (made_.sinks.memory) {
       truth_.grad_sinks[size_t(h)].add(-sink_weight * centre.value, reach * sink_weight * centre.size);
@@ -199,14 +211,14 @@ class Reference {
   }
 
   void pair_gradients(int64_t b, int64_t h, int64_t i, int64_t at, const Pair& one, const Sum& centre, double reach) {
-    const int64_t key = (b * p_.kv_heads + group(h)) * p_.keys + one.j;
+    const int64_t key = made_.paged() ? -1 : made_.key_row(b, group(h), one.j);  // those in pages have no gradients
     Sum grad;  // of the score
     for (int64_t c = 0; c < p_.value_dim; ++c) {
-      const double grad_output = made_.grad_output.at(b, h, i, c);
-      const double term = one.keep * grad_output * made_.value.at(b, group(h), one.j, c);
+      const double grad_output = of_query(made_.grad_output, b, h, i, c);
+      const double term = one.keep * grad_output * of_key(made_.value, b, h, one.j, c);
       grad.add(term, std::abs(term));
       const double share = one.weight * one.keep * grad_output;
-      truth_.grad_value[size_t(key * p_.value_dim + c)].add(share, reach * std::abs(share));
+      if (key >= 0) truth_.grad_value[size_t(key * p_.value_dim + c)].add(share, reach * std::abs(share));
     }
     grad = {one.weight * (grad.value - centre.value), reach * one.weight * (grad.size + centre.size)};
     if (p_.bias.kind != BiasKind::none) {
@@ -220,10 +232,10 @@ class Reference {
       grad = {grad.value * (1 - one.capped * one.capped), grad.size * (1 + 2 * one.size / p_.softcap)};
     }
     for (int64_t c = 0; c < p_.head_dim; ++c) {
-      const double k = made_.key.at(b, group(h), one.j, c), q = made_.query.at(b, h, i, c);
+      const double k = of_key(made_.key, b, h, one.j, c), q = of_query(made_.query, b, h, i, c);
       const double size = std::abs(p_.scale) * grad.size;
       truth_.grad_query[size_t(at * p_.head_dim + c)].add(p_.scale * grad.value * k, size * std::abs(k));
-      truth_.grad_key[size_t(key * p_.head_dim + c)].add(p_.scale * grad.value * q, size * std::abs(q));
+      if (key >= 0) truth_.grad_key[size_t(key * p_.head_dim + c)].add(p_.scale * grad.value * q, size * std::abs(q));
     }
   }
 

@@ -186,6 +186,22 @@ inline Claims random_hidden(Random& random, int64_t queries, int64_t keys) {
   return claims;
 }
 
+// A member for each batch row, of the row's own sizes.
+template <class Sizes>
+qkv::Plan packed_plan(Random& random, PlanTables& tables, int64_t batch, Sizes sizes) {
+  std::vector<qkv::Member> members;
+  std::vector<int32_t> index;
+  for (int64_t b = 0; b < batch; ++b) {
+    const auto [queries, keys] = sizes(b);
+    tables.members.push_back(random_member(random, tables, random_hidden(random, queries, keys), queries, keys));
+    members.push_back({tables.members.back().data(), int64_t(tables.members.back().size())});
+    index.push_back(int32_t(b));
+  }
+  tables.member_table = Exact<qkv::Member>(members);
+  tables.index = Exact<int32_t>(index);
+  return {tables.member_table.data(), batch, tables.index.data(), 1, 0};
+}
+
 // Members for all (b, h), told apart along none, one or both axes.
 inline qkv::Plan random_plan(Random& random, PlanTables& tables, int64_t batch, int64_t heads, int64_t queries,
                              int64_t keys) {

@@ -59,6 +59,9 @@ class Exact {
   std::unique_ptr<T[]> data_;
 };
 
+// The type that numbers of a call are computed in.
+inline Type computing(Type type) { return type == Type::float64 ? Type::float64 : Type::float32; }
+
 inline int64_t width_of(Type type) { return type == Type::float64 ? 8 : type == Type::float32 ? 4 : 2; }
 
 // The 16 bits of a number, cut rather than rounded: any representable number will do.
@@ -69,8 +72,9 @@ inline uint16_t cut(Type type, double x) {
     std::memcpy(&bits, &narrow, sizeof bits);
     return uint16_t(bits >> 16);
   }
+  if (std::isnan(x)) return 0x7e00;
   const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
-  const int exponent = std::isinf(x) ? 16 : std::max(-15, std::ilogb(x));
+  const int exponent = std::abs(x) >= 65536 ? 16 : x == 0 ? -15 : std::max(-15, std::ilogb(x));
   const double fraction = exponent == 16 ? 0 : std::ldexp(std::abs(x), 10 - std::max(-14, exponent));
   return uint16_t(sign | (exponent + 15) << 10 | (int(fraction) & 1023));
 }
@@ -84,6 +88,7 @@ inline double widen(Type type, uint16_t bits) {
   }
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
   const int digits = exponent ? 1024 + fraction : fraction;
+  if (exponent == 31 && fraction) return std::nan("");
   const double size = exponent == 31 ? INF : std::ldexp(digits, std::max(exponent, 1) - 25);
   return bits & 0x8000 ? -size : size;
 }
