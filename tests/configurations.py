@@ -21,7 +21,7 @@ import engines
 import qkv
 
 BATCH = 3
-LONGEST = 600  # keys; more than two groups of four tiles
+LONGEST = 1300  # keys; several groups of four tiles, and two chunks of those that few queries see
 Rows = slice | list[int]
 
 
@@ -33,7 +33,7 @@ LENGTHS = torch.tensor([LONGEST, 65, 190])
 IDS = torch.arange(LONGEST) // 47 % 5
 IDS_OF_ROWS = torch.stack([torch.arange(LONGEST) // n % 4 for n in (31, 64, 100)])
 KEEP = normal(BATCH, LONGEST, seed=1) > -1
-TILES = normal(BATCH, 1, 38, 38, seed=2) > 0
+TILES = normal(BATCH, 1, 82, 82, seed=2) > 0
 MASK = normal(LONGEST, LONGEST, seed=3) > 0
 MASKS = normal(BATCH, 1, LONGEST, LONGEST, seed=4) > 0.5
 
@@ -81,6 +81,9 @@ SHAPES = [  # H, G, L, S, D, V
     (1, 1, 320, 320, 3, 64),
     (1, 1, 590, 600, 8, 8),
     (4, 4, 31, 96, 128, 80),
+    (8, 2, 1, 1300, 16, 24),
+    (4, 4, 5, 1200, 40, 8),
+    (6, 2, 8, 333, 17, 64),
 ]
 TYPES = (
     torch.float32,

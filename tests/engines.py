@@ -18,6 +18,7 @@ from qkv.backends.cpu import Cpu, Prepared
 ISAS: tuple[str, ...] = tuple(extension.native.available_isas()) if extension.native else ()  # best first
 NATIVE = tuple(f"cpu-{isa}" for isa in ISAS)
 CASTING = {"avx512bf16", "amx", "tiles"}  # multiply bfloat16 numbers as they are
+FEW = 8  # calls of so many queries are computed in another order than others: docs/decoding.md
 TORCH = ("reference", "blockwise")
 OURS = (*TORCH, *NATIVE)
 

@@ -225,6 +225,8 @@ def outputs_alone(case: Example, leaves: dict[str, Tensor], backend: str) -> lis
 
 def sit(exam: Exam, backend: str, device: torch.device = CPU) -> tuple[Tensor, Any]:
     """Let a backend answer and judge what it says; its output and aux."""
+    if backend == "cpu" and engines.casts(exam.case.call.q.dtype):
+        exam = exam.under(cast=True)
     out, aux, gradients = answers(exam, backend, device)
     assert out.dtype == exam.case.call.q.dtype
     if backend == "cpu":
@@ -237,7 +239,7 @@ def sit(exam: Exam, backend: str, device: torch.device = CPU) -> tuple[Tensor, A
 def sit_twice(exam: Exam, backend: str) -> None:
     """Judge what the native core answers, also before the output is rounded to 16 bits, and how it is rounded."""
     cast = engines.casts(exam.case.call.q.dtype)
-    out, aux = sit(exam.under(cast=cast) if cast else exam, backend)
+    out, aux = sit(exam, backend)
     with engines.widened():
         wide = exam.under(cast=cast, wide=True)
         unrounded, others, gradients = answers(wide, backend)

@@ -100,7 +100,8 @@ struct PairBackward {
       grad = grad * factor;
     }
     grad = weight * (grad - load(at.one.delta + lane));
-    const I<T> visible = CAREFUL ? bits_of<T>(at.scratch.seen[k], lane) : I<T>{};
+    // Lanes that are no queries take part in the products, so they must see nothing, whatever the mask says.
+    const I<T> visible = CAREFUL ? bits_of<T>(at.scratch.seen[k], lane) & (load(at.one.inverse + lane) != 0) : I<T>{};
     if (CAREFUL) used = visible ? used : F<T>{}, grad = visible ? grad : F<T>{};
     if (at.gradient) store(at.scratch.grads + i, grad);
     F<T> raw = grad * static_cast<T>(at.problem.scale);

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t FEW = 8;     // queries at most
 constexpr int64_t SPLIT = 16;  // key blocks of a chunk
-constexpr int64_t KEYS_AHEAD = 8;
+constexpr int64_t STEP = 8;    // keys between requests for what follows
 
 template <class T>
 struct DecodeScratch : ForwardScratch<T> {
@@ -32,7 +32,9 @@ class DecodePass {
     const int64_t group = p_.heads / most(p_.kv_heads, 1), most_lanes = TILE / most(p_.queries, 1);
     together_ = plan.index_head_stride == 0 ? most(1, least(group, most_lanes)) : 1;
     sets_ = blocks_of(group, together_);
-    for (int64_t m = 0; m < plan.count; ++m) chunks_ = most(chunks_, chunks_of(plan.members[m]));
+    for (int64_t m = 0; m < plan.count; ++m) {
+      chunks_ = most(chunks_, each_chunk(plan.members[m], [](const Chunk&, int64_t) {}));
+    }
   }
 
   // Whether a call is of this kind: all its queries in their own order.
@@ -49,6 +51,7 @@ class DecodePass {
 
   Status run(const Run& run) {
     const int64_t units = p_.batch * p_.kv_heads * sets_;
+    if (!list_chunks()) return Status::out_of_memory;
     if (chunks_ > 1 && !states_.reserve(units * chunks_ * state_size() * sizeof(T))) return Status::out_of_memory;
     const Status status = each(*this, p_, run, units * chunks_, &DecodePass::chunk_unit);
     if (status != Status::ok || chunks_ == 1) return status;
@@ -56,18 +59,51 @@ class DecodePass {
   }
 
  private:
-  static int64_t chunks_of(const qkv::Member& member) {
-    int64_t chunks = 0;
-    for (int64_t i = 0; i < member.count; ++i) chunks += blocks_of(member.parts[i].schedule.cols, SPLIT);
-    return chunks;
-  }
-
   // Some heads of a batch row that read one key head.
   struct Heads {
     int64_t b, first, count, queries;
 
     int64_t lanes() const { return count * queries; }
   };
+
+  // Key blocks first to first + SPLIT of a part, some of which are seen.
+  struct Chunk {
+    const Part* part;  // null: no more
+    int64_t first;
+  };
+
+  // take(chunk, i) for all of a member, in order; how many there are.
+  template <class Take>
+  static int64_t each_chunk(const qkv::Member& member, Take take) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < member.count; ++i) {
+      const Part& part = member.parts[i];
+      if (part.schedule.rows == 0) continue;
+      for (int64_t next = 0;;) {
+        const int64_t block = Cursor(part.schedule, 0, {next, NO_BLOCK}).block();
+        if (block == NO_BLOCK) break;
+        take(Chunk{&part, block - block % SPLIT}, count++);
+        next = block - block % SPLIT + SPLIT;
+      }
+    }
+    return count;
+  }
+
+  bool list_chunks() {
+    const qkv::Plan& plan = p_.plan;
+    if (!list_.reserve(plan.count * chunks_ * sizeof(Chunk))) return false;
+    for (int64_t m = 0; m < plan.count; ++m) {
+      Chunk* const list = static_cast<Chunk*>(list_.data()) + m * chunks_;
+      const int64_t count = each_chunk(plan.members[m], [&](const Chunk& chunk, int64_t i) { list[i] = chunk; });
+      for (int64_t i = count; i < chunks_; ++i) list[i] = {nullptr, 0};
+    }
+    return true;
+  }
+  const Chunk& chunk_of(const Heads& heads, int64_t i) const {
+    const qkv::Member& member = member_of(p_, heads.b, heads.first);
+    return static_cast<const Chunk*>(list_.data())[(&member - p_.plan.members) * chunks_ + i];
+  }
+
   Heads heads_of(int64_t unit) const {
     const int64_t group = p_.heads / p_.kv_heads, set = unit % sets_, g = unit / sets_ % p_.kv_heads;
     const int64_t b = unit / sets_ / p_.kv_heads, first = set * together_;
@@ -79,20 +115,15 @@ class DecodePass {
   void chunk_unit(int64_t unit, DecodeScratch<T>& scratch, Worker& worker) {
     const Heads heads = heads_of(unit / chunks_);
     if (!heads.lanes()) return;
-    int64_t chunk = unit % chunks_;
-    const qkv::Member& member = member_of(p_, heads.b, heads.first);
+    const Chunk& chunk = chunk_of(heads, unit % chunks_);
+    if (!chunk.part && chunks_ > 1) return;
     Online<T>& one = scratch.tiles[0];
     one.count = heads.lanes();
     one.width = padded<T>(one.count);
     start(one);
-    for (int64_t i = 0; i < member.count; ++i) {
-      const int64_t chunks = blocks_of(member.parts[i].schedule.cols, SPLIT);
-      if (chunk < chunks) {
-        const Scene<T> scene{p_, member.parts[i], heads.b, heads.first};
-        attend(scene, heads, {chunk * SPLIT, (chunk + 1) * SPLIT}, one, scratch, worker);
-        break;
-      }
-      chunk -= chunks;
+    if (chunk.part) {
+      const Scene<T> scene{p_, *chunk.part, heads.b, heads.first};
+      attend(scene, heads, {chunk.first, chunk.first + SPLIT}, one, scratch, worker);
     }
     chunks_ > 1 ? keep(unit, one) : finish_heads(heads, one, scratch);
   }
@@ -146,8 +177,15 @@ class DecodePass {
       const T* kept = p_.dropout_threshold ? scratch.all_kept : nullptr;
       const Weighing<T> at{p_, shape, one, scratch, kept, true, data_.entropy != nullptr};
       for (int64_t lane = 0; lane < one.width; lane += LANES<T>) PlainForward<T>::weigh(at, lane);
-      gather<CAREFUL>(value_rows, one, scratch);
+      gather<CAREFUL>(value_rows, scene.kept_rows(keys, next_of(one.cursor)), one, scratch);
     }
+  }
+
+  // The block that the cursor goes to.
+  static int64_t next_of(Cursor cursor) {
+    const int64_t block = cursor.block();
+    cursor.next();
+    return cursor.block() == NO_BLOCK ? block : cursor.block();
   }
 
   static void look_again(const Shape<T>& shape, DecodeScratch<T>& scratch) {
@@ -190,8 +228,16 @@ class DecodePass {
     return rows.column_stride == 1 && !rows.slots && width % LANES<T> == 0;
   }
 
-  // Beside its own keys it asks for those that follow and for the values of the block, since nothing else is to be done
-  // while the memory answers.
+  // The memory works while the core does only where it is asked in time and evenly: beside the keys of a block its values
+  // are asked for, beside these the keys of the next. Inlined by force: GCC takes what only prefetches for nothing.
+  __attribute__((always_inline)) static inline void ask_for(const Rows& rows, int64_t first, int64_t count, int64_t width) {
+    const int64_t size = width * size_of(rows.type), step = rows.row_stride * size_of(rows.type);
+    const char* row = static_cast<const char*>(rows.data) + rows.table.row(rows.first) * step + first * step;
+    for (int64_t k = 0; k < count; ++k, row += step) {
+      for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(row + at, 0, 2);
+    }
+  }
+
   void score(const Rows& keys, const Rows& values, Online<T>& one, DecodeScratch<T>& scratch) const {
     const int64_t wide = padded<T>(p_.head_dim), rows = dot_rows<T>(one.count);
     if (!direct(keys, p_.head_dim)) {
@@ -203,20 +249,13 @@ class DecodePass {
     with_stored<T>(keys.type, [&](auto stored) {
       using E = decltype(stored);
       const auto row = [&](int64_t k) { return keys.at<E>(k); };
-      const char* const next = reinterpret_cast<const char*>(keys.at<E>(0) + KEYS_AHEAD * keys.row_stride);
-      const char* const value = reinterpret_cast<const char*>(values.at<E>(0));
-      const int64_t key_step = keys.row_stride * sizeof(E), value_step = values.row_stride * sizeof(E);
-      const int64_t key_size = p_.head_dim * sizeof(E), value_size = p_.value_dim * sizeof(E);
-      const auto fetch = [&](int64_t k) {
-        for (int64_t at = 0; at < key_size; at += 64) __builtin_prefetch(next + k * key_step + at);
-        for (int64_t at = 0; at < value_size; at += 64) __builtin_prefetch(value + k * value_step + at, 0, 2);
-      };
+      const auto fetch = [&](int64_t k) __attribute__((always_inline)) { ask_for(values, k, 1, p_.value_dim); };
       dots<T, E>(row, fetch, keys.count, one.query, rows, wide, scratch.scores, one.width);
     });
   }
 
   template <bool CAREFUL>
-  void gather(const Rows& values, Online<T>& one, DecodeScratch<T>& scratch) const {
+  void gather(const Rows& values, const Rows& next_keys, Online<T>& one, DecodeScratch<T>& scratch) const {
     const int64_t wide = padded<T>(p_.value_dim), width = one.width;
     if (CAREFUL || !direct(values, p_.value_dim) || !values.even()) {
       load_rows(values, p_.value_dim, scratch.ones, scratch.values, wide);
@@ -225,9 +264,13 @@ class DecodePass {
     }
     with_stored<T>(values.type, [&](auto stored) {
       using E = decltype(stored);
-      multiply<Stored<T, E>, Order::columns>({Start::decay, scratch.decay, scratch.scores, width, values.at<E>(0),
-                                    values.row_stride, one.output, wide},
-                                   one.count, wide, values.count);
+      for (int64_t k = 0; k < values.count; k += STEP) {
+        ask_for(next_keys, k, STEP, p_.head_dim);
+        const Start from = k ? Start::keep : Start::decay;
+        multiply<Stored<T, E>, Order::columns>({from, scratch.decay, scratch.scores + k * width, width,
+                                                values.at<E>(0) + k * values.row_stride, values.row_stride, one.output, wide},
+                                               one.count, wide, least(STEP, values.count - k));
+      }
     });
   }
 
@@ -249,7 +292,7 @@ class DecodePass {
     one.count = heads.lanes();
     one.width = padded<T>(one.count);
     start(one);
-    for (int64_t chunk = 0; chunk < chunks_; ++chunk) merge(state(unit * chunks_ + chunk), one, scratch);
+    for (int64_t i = 0; i < chunks_ && chunk_of(heads, i).part; ++i) merge(state(unit * chunks_ + i), one, scratch);
     finish_heads(heads, one, scratch);
   }
 
@@ -289,7 +332,7 @@ class DecodePass {
 
   const Problem& p_;
   Forward data_;
-  Buffer states_;
+  Buffer list_, states_;
   int64_t together_ = 1, sets_ = 1, chunks_ = 1;
 };
 

@@ -102,7 +102,7 @@ def test_an_instruction_set_may_be_named(load, monkeypatch):
 @pytest.mark.parametrize(
     "name, holds, seen",
     [
-        ("sse", "be auto, avx512, avx2, v2, neon", "got 'sse'"),
+        ("sse", "be auto, amx, avx512bf16, avx512, avx2, v2, neon, tiles", "got 'sse'"),
         (
             "neon",
             "name an instruction set that this build and this processor have",

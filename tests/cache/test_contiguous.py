@@ -260,7 +260,7 @@ def test_steps_of_another_batch_size_are_forgotten(kind, tensors):
 
 
 def test_padding_may_reach_beyond_the_room(tensors):
-    q, k, v = tensors
+    _, k, v = tensors
     cache = qkv.KVCache(B, G, 70, D, V, dtype=torch.float64)
     cache.append(k[:, :, :60], v[:, :, :60])
     found = cache.attend(*rows(tensors, 60, 80), pattern=CAUSAL, lengths=[10, 10, 10])

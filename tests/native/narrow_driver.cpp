@@ -15,7 +15,7 @@ template <class T>
 std::vector<T> read() {
   std::vector<T> numbers;
   T some[4096];
-  while (const size_t count = std::fread(some, sizeof(T), 4096, stdin)) numbers.insert(numbers.end(), some, some + count);
+  while (const size_t read = std::fread(some, sizeof(T), 4096, stdin)) numbers.insert(numbers.end(), some, some + read);
   return numbers;
 }
 

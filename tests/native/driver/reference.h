@@ -69,8 +69,7 @@ class Reference {
  public:
   explicit Reference(const Case& made) : made_(made), p_(made.problem) {
     for (int64_t m = 0; m < p_.plan.count; ++m) {  // packed: a member for each batch row
-      const int64_t queries = made.packed() ? made.queries(m) : p_.queries, keys = made.packed() ? made.keys(m) : p_.keys;
-      pairs_.push_back(pairs_of(p_.plan.members[m], queries, keys));
+      pairs_.push_back(pairs_of(p_.plan.members[m], made.queries(m), made.keys(m)));
     }
     const int64_t rows = made.query.size[0] * p_.heads * made.query.size[2];
     const int64_t keys = made.key.size[0] * p_.kv_heads * made.key.size[2];
