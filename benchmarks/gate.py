@@ -256,7 +256,7 @@ def _columns(case: Case, data: Data) -> Iterator[Claim]:
     floor = budgets.floor_of(dtype) * (1 + len(seeing))  # a key that nobody sees has gradient 0
     for name, (truth, bound, size) in zip(("key", "value"), (sums[:3], sums[3:]), strict=True):
         _, u_o, _ = budgets.constants(dtype)
-        yield Claim(name, (0, head, keys), truth, bound + u_o * size + floor, u_o * size if u_o else None)
+        yield Claim(name, (0, head, keys), truth, bound + u_o * truth.abs() + floor, u_o * size if u_o else None)
 
 
 def _chunk(case: Case, data: Data, part: Part, keys: Tensor, seeing: int) -> tuple[Tensor, ...]:

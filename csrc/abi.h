@@ -65,7 +65,7 @@ struct Packing {
 };
 
 // Keys and values in pages of one pool: those of batch row b from c · size on are rows from table[b · stride + c] · size
-// on of tensors whose batch stride is 0; a null table: none.
+// on of tensors whose batch stride is 0; -1 where no query sees any of them; a null table: none.
 struct Pages {
   const int32_t* table;
   int64_t stride, size;

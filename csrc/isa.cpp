@@ -1,5 +1,8 @@
 #include "isa.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #ifdef QKV_HAS_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -22,6 +25,13 @@ struct Target {
   bool by_name_only = false;
 };
 
+#ifdef QKV_HAS_AVX2
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+#endif
+
 #ifdef QKV_HAS_AVX512
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512bw") &&
@@ -31,10 +41,21 @@ bool has_avx512() {
 #endif
 
 #ifdef QKV_HAS_AMX
-// Tiles are large, so that Linux wants to be asked for them, once a process.
+// Whether the processor has tiles and products of bfloat16 on them, and the system keeps them: not all compilers know.
+bool has_tiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // xgetbv
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+  unsigned low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low >> 17 & 3) == 3;
+}
+
+// Tiles are large, so that Linux wants to be asked for them, once a process: only where they may be used.
 bool has_amx() {
-  static const bool found = has_avx512() && __builtin_cpu_supports("avx512bf16") &&
-                            __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+  const char* name = std::getenv("QKV_ISA");
+  if (name != nullptr && std::strcmp(name, "auto") != 0 && std::strcmp(name, "amx") != 0) return false;
+  static const bool found = has_avx512() && __builtin_cpu_supports("avx512bf16") && has_tiles() &&
                             syscall(SYS_arch_prctl, ARCH_REQUEST_TILES, TILE_DATA) == 0 && amx_works();
   return found;
 }
@@ -55,7 +76,7 @@ const Target TARGETS[] = {
     {KERNELS_AVX2,
      [] {
        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-              __builtin_cpu_supports("bmi2");
+              __builtin_cpu_supports("bmi2") && has_f16c();
      }},
 #endif
 #ifdef QKV_HAS_V2

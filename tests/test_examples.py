@@ -18,6 +18,8 @@ SHOWS = {
     "03_gradients_and_bias.py": r"head 0 looks at distance -1 and head 1 at -3",
     "04_plan_and_weights.py": r"causal alone would take 1366 times the arithmetic",
     "05_merge.py": r"merged and whole differ by at most \d(e-1\d|e\+00)",
+    "decode.py": r"RollingKVCache +100% the same tokens, length 339, .* bytes",
+    "packed.py": r"packed and padded differ by at most \d(e-0\d|e\+00)",
     "explain_article.py": r" +P = exp / sum, rows sum to 1 +P +k0 +k1 +k2 +k3 +k4 +k5",
     "embed_sentences.py": r" +0\.\d+  A refund is paid within two weeks\.",
 }

@@ -17,7 +17,9 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "qkv"
 
 # The floor of each top module or folder. A module imports from lower floors or from its own; a new one gets a row here.
 FLOORS = {
-    **dict.fromkeys(("version", "errors", "types", "shapes", "settings", "philox", "tensorfile", "values"), 0),
+    **dict.fromkeys(
+        ("version", "errors", "types", "shapes", "settings", "philox", "tensorfile", "values", "outside"), 0
+    ),
     **dict.fromkeys(("patterns", "scores", "dropout"), 1),
     **dict.fromkeys(("problem", "inputs", "question"), 2),
     "backends": 3,

@@ -8,7 +8,8 @@ from types import ModuleType
 
 import qkv
 
-CALLS = {"attention", "scaled_dot_product_attention", "merge", "plan", "explain"}
+CALLS = {"attention", "scaled_dot_product_attention", "varlen_attention", "merge", "plan", "explain"}
+CACHES = {"KVCache", "PagedKVCache", "RollingKVCache"}
 SCORES = {"alibi", "alibi_slopes", "relative"}
 PATTERNS = {
     *("full", "causal", "window", "sliding_window", "dilated", "strided", "fixed", "global_tokens", "prefix"),
@@ -21,7 +22,7 @@ ERRORS = {  # in qkv.errors
     *("UnsupportedError", "SizeLimit", "UnknownName", "PatternSyntaxError", "CheckpointError"),
     *("InvertedMaskWarning", "AddedMaskWarning"),
 }
-PUBLIC = CALLS | SCORES | PATTERNS | RECORDS
+PUBLIC = CALLS | CACHES | SCORES | PATTERNS | RECORDS
 
 
 def names(module: ModuleType) -> set[str]:

@@ -160,7 +160,6 @@ class BackwardPass {
   }
 
   void cover(const Region& region, BackwardScratch<T>& scratch, Worker& worker) {
-    [[maybe_unused]] const typename Unit::Session session;
     for (int64_t h = region.heads.first; h < region.heads.stop; ++h) {
       for (int64_t part = region.parts.first; part < region.parts.stop; ++part) {
         for (int64_t b = region.batch.first; b < region.batch.stop; ++b) {

@@ -9,7 +9,7 @@ namespace {
 template <class T>
 struct PlainBackward {
   using Number = T;
-  struct Session {};  // what a thread holds while it works
+  struct Session {};  // what a thread holds while it works on a block of keys
   static constexpr int64_t SHARE = QUARTER, GRAIN = 1, ROWS = 1;  // ROWS: of a gradient of keys that grow together
 
   struct Block {

@@ -66,6 +66,7 @@ class TileGradients {
     const int64_t wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim);
     const Rows key_rows = scene.kept_rows(scene.key_side(data_.key, p_.key_stride), block);
     const Rows value_rows = scene.kept_rows(scene.key_side(data_.value, p_.value_stride), block);
+    [[maybe_unused]] const typename Unit::Session session;
     const Block rows = Unit::block(p_, key_rows, value_rows, wants_queries(region), scratch);
     Growing grad_keys{}, grad_values{};
     if (region.wanted & FOR_KEYS) {

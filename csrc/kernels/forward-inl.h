@@ -50,7 +50,6 @@ class ForwardPass {
 
   // The longest rows of a causal pattern come first, so that threads end together.
   void part_unit(int64_t unit, ForwardScratch<T>& scratch, Worker& worker) {
-    [[maybe_unused]] const typename Unit::Session session;
     const int64_t per_head = blocks_of(size_.tiles, together_);
     const int64_t head = unit / per_head, first = (per_head - 1 - unit % per_head) * together_;
     const int64_t b = head / p_.heads, h = head % p_.heads;
@@ -103,6 +102,7 @@ class ForwardPass {
       const int64_t block = next_block(tiles, count);
       if (block == NO_BLOCK) return;
       const Rows key_rows = scene.kept_rows(key, block), value_rows = scene.kept_rows(value, block);
+      [[maybe_unused]] const typename Unit::Session session;
       const Block rows = Unit::block(p_, key_rows, value_rows, scratch);
       for (int64_t i = 0; i < count; ++i) {
         if (tiles[i].cursor.block() != block) continue;

@@ -9,7 +9,7 @@ namespace {
 template <class T>
 struct PlainForward {
   using Number = T;
-  struct Session {};  // what a thread holds while it works
+  struct Session {};  // what a thread holds while it works on a block of keys
   static constexpr bool ROUNDS = false;      // whether weights are rounded before they are used
   static constexpr int64_t SHARE = QUARTER;  // lanes of a masked tile that are walked together
   static constexpr int64_t GRAIN = 1;        // keys that come together

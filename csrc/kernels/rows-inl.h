@@ -7,11 +7,12 @@
 namespace {
 
 // Where the rows of a sequence lie: page c of a table holds rows c · size to (c + 1) · size; without a table, in order.
+// Rows without a page, which no query sees, are taken from page 0.
 struct PageTable {
   const int32_t* pages;
   int64_t size;
 
-  int64_t row(int64_t i) const { return pages ? pages[i / size] * size + i % size : i; }
+  int64_t row(int64_t i) const { return pages ? most(pages[i / size], 0) * size + i % size : i; }
 };
 
 // Some rows of a matrix of the caller: natural rows from `first` on, or those that slots name.

@@ -17,6 +17,7 @@ from qkv.dispatch import Choice, choose
 from qkv.dropout import draw_seed
 from qkv.errors import QkvError, ShapeError, UnsupportedError, ValueOutOfRange, message
 from qkv.inputs import in_call, read_aux, read_dropout, read_pattern, read_scale, read_softcap
+from qkv.outside import outside_of_graphs
 from qkv.packed_run import run_one_by_one, run_packed
 from qkv.packing import Packed, sizes_of
 from qkv.patterns.arguments import INTEGER_TYPES, integers
@@ -154,7 +155,7 @@ def varlen_attention(
     return output if return_aux is None else (output, aux)
 
 
-@torch.compiler.disable(reason=_NO_GRAPH)  # type: ignore[untyped-decorator]
+@outside_of_graphs(_NO_GRAPH)
 def _outside_of_the_graph(*tensors: Any, **options: Any) -> Any:
     """The call where torch.compile does not look; it breaks its graph here, or says why it must not."""
     return varlen_attention(*tensors, **options)

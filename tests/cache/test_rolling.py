@@ -88,6 +88,26 @@ def test_a_long_append_takes_no_more_than_it_leaves_and_a_piece(monkeypatch):
     assert max(sizes) <= 24
 
 
+@pytest.mark.parametrize("text", [*REACHES, "causal() & (dilated(5, dilation=64) | prefix(130))"])
+@pytest.mark.parametrize("start", [0, 100, 1000])
+def test_a_long_append_keeps_what_short_ones_keep(text, start):
+    """Also nothing: 1,920 is a multiple of 96, where a block begins."""
+    pattern, counts = qkv.parse(text), [1920 - start, 1500 - start]
+    long, short = (qkv.RollingKVCache.for_pattern(pattern, 2, 2, 8) for _ in range(2))
+    _, k, v = tokens(1920, batch=2)
+    for cache in (long, short):
+        cache.append(k[:, :, :start], v[:, :, :start])
+    chunk = [x[:, :, start:] for x in (k, v)]
+    long.append(*chunk, lengths=counts)
+    for at in range(0, 1920 - start, 50):
+        part = [x[:, :, at : at + 50] for x in chunk]
+        short.append(*part, lengths=[min(max(n - at, 0), part[0].shape[2]) for n in counts])
+    assert long.lengths == short.lengths and long.key_positions.tolist() == short.key_positions.tolist()
+    real = (long.key_positions >= 0)[:, None, :, None]
+    for a, b in ((long.keys, short.keys), (long.values, short.values)):
+        assert torch.equal(a * real, b * real)
+
+
 def test_what_other_backends_get_is_0_where_keys_were_dropped():
     cache = qkv.RollingKVCache.for_pattern(WINDOW, 1, 2, 8)
     _, k, v = tokens(300)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar, cast, overload
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
@@ -12,10 +14,11 @@ from torch import Tensor
 from qkv.backends.base import Pages, Work
 from qkv.backends.cpu import Cpu
 from qkv.cache.arguments import Shape, check_no_transform, check_queries, read_chunk, read_counts, read_integers
-from qkv.cache.steps import Stage, Step, aligned, answer, reads_in_place
+from qkv.cache.steps import Stage, Step, aligned, answer, may_follow, reads_in_place
 from qkv.dispatch import choose
 from qkv.errors import ValueOutOfRange, message
 from qkv.inputs import in_call, read_pattern
+from qkv.outside import outside_of_graphs
 from qkv.patterns.pattern import Pattern
 from qkv.patterns.schedule import PatternPlan
 from qkv.problem import Problem, Tensors
@@ -26,24 +29,28 @@ from qkv.types import AuxOutput, AuxRequest, Layout
 
 MOST = 16  # steps remembered
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def outside_of_graphs(function: F) -> F:
-    """The function as torch.compile runs it: by itself, between two graphs."""
-    return cast("F", torch.compiler.disable(function, reason="a cache keeps its state outside of the graph"))
+alone = outside_of_graphs("a cache keeps its state outside of the graph")
 
 
 class Cache(ABC):
     """Keys and values of B sequences, each of its own length, that grow at their ends.
 
-    No gradient flows into a cache: what is appended is taken without its graph.
+    No gradient flows into a cache: what is appended is taken without its graph. What a cache holds is replaced, never
+    changed where anything may still read it, so that a call that fails can be undone.
     """
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
         self._lengths = [0] * shape.batch
         self._steps: dict[Hashable, Step] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy and for pickle: without the steps, which are told apart by identity."""
+        return {**self.__dict__, "_steps": {}}
+
+    def __copy__(self) -> Self:
+        """A cache of its own: two over one memory would write into each other's keys."""
+        return deepcopy(self)
 
     @property
     def batch(self) -> int:
@@ -103,17 +110,20 @@ class Cache(ABC):
     def nbytes(self) -> int:
         """Bytes of memory that are held now."""
 
-    @outside_of_graphs
+    @alone
     def append(self, key: Tensor, value: Tensor, lengths: Sequence[int] | Tensor | None = None) -> None:
         """Add keys (B, G, n, D) and values (B, G, n, V) at the end of each sequence.
 
         lengths: how many of the n rows are real, one number a sequence; the others, on the right, are padding.
         """
+        check_no_transform()
         key, value = read_chunk(key, value, self._shape, "BHLD")
         stage = self._stage(read_counts(lengths, self.batch, key.shape[2]), key.shape[2])
         self._check_room(stage)
-        self._store(key, value, stage)
-        self._let_go()
+        with self._all_or_nothing():
+            self._store(key, value, stage)
+            self._let_go(stage.after)
+            self._lengths = stage.after
 
     @overload
     def attend(
@@ -170,7 +180,8 @@ class Cache(ABC):
         query (B, H, n, D), key (B, G, n, D), value (B, G, n, V); the result is (B, H, n, V). What `qkv.attention` gives
         for the last n queries of the whole sequences, by the same arguments; S is the longest length after the append.
         lengths: how many of the n rows are real, one number a sequence; a query of padding gets 0.
-        An error leaves the cache as it was. The gradient reaches the query, bias and sinks, no key and no value.
+        An error, or an interrupt, leaves the cache as it was. The gradient reaches the query, bias and sinks, but no
+        key and no value.
         """
         if torch.compiler.is_dynamo_compiling():
             options = {"pattern": pattern, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
@@ -209,16 +220,18 @@ class Cache(ABC):
             problem = question.problem
             taken = choose(problem, backend).backend
             self._check_reach(legal, problem)
-        if call is not None and isinstance(taken, Cpu) and not problem.needs_grad:
+        if call is not None and isinstance(taken, Cpu) and not problem.needs_grad and may_follow(chosen):
             self._remember(call, Step.like(chosen, legal, problem, layout))
         in_place = reads_in_place(problem, question.tensors, taken)
-        tensors, pages = self._grow(new_key, new_value, stage, question.tensors, in_place)
-        output, aux = answer(problem, tensors, taken, pages, in_place=in_place, warn=stage.grows)
-        self._let_go()
-        output = question.restore(output)
+        with self._all_or_nothing():
+            tensors, pages = self._grow(new_key, new_value, stage, question.tensors, in_place)
+            output, aux = answer(problem, tensors, taken, pages, in_place=in_place, warn=stage.grows)
+            output = question.restore(output)
+            self._let_go(stage.after)
+            self._lengths = stage.after
         return output if return_aux is None else (output, aux)
 
-    @outside_of_graphs
+    @alone
     def truncate(self, n: int | Sequence[int] | Tensor) -> None:
         """Forget all keys at position n and beyond: of each sequence, or one number a sequence."""
         lengths = read_integers("n", n, self.batch)
@@ -227,10 +240,11 @@ class Cache(ABC):
                 holds = "`truncate` must be given a length between 0 and that of the sequence"
                 seen = f"got {wanted} for sequence {b} of length {length}"
                 raise ValueOutOfRange(message(holds, seen, "append what is missing, or give one number a sequence"))
-        self._cut(lengths)
-        self._lengths = lengths
+        with self._all_or_nothing():
+            self._cut(lengths)
+            self._lengths = lengths
 
-    @outside_of_graphs
+    @alone
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Make sequence b what sequence index[b] was, as beam search does; index may have any length, the new B."""
         chosen = read_integers("index", index, None)
@@ -241,10 +255,11 @@ class Cache(ABC):
                 raise ValueOutOfRange(
                     message(f"`index` must name sequences in 0..B - 1 = {self.batch - 1}", seen, remedy)
                 )
-        self._pick(chosen)
-        self._lengths = [self._lengths[b] for b in chosen]
-        self._shape = self._shape._replace(batch=len(chosen))
-        self._steps.clear()
+        with self._all_or_nothing():
+            self._pick(chosen)
+            self._lengths = [self._lengths[b] for b in chosen]
+            self._shape = self._shape._replace(batch=len(chosen))
+            self._steps = {}
 
     def _again(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """A step like an earlier one; None where it is to go the long way."""
@@ -258,10 +273,25 @@ class Cache(ABC):
             return None
         problem, plan = asked
         self._check_reach(step.pattern, problem, plan)
-        tensors, pages = self._grow(key, value, stage, Tensors(query, key, value), True)
-        output = step.answer(Work(problem, tensors, plan, 0, None, pages))
-        self._let_go()
+        with self._all_or_nothing():
+            tensors, pages = self._grow(key.detach(), value.detach(), stage, Tensors(query, key, value), True)
+            output = step.answer(Work(problem, tensors, plan, 0, None, pages))
+            self._let_go(stage.after)
+            self._lengths = stage.after
         return output.transpose(1, 2) if step.swapped else output
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What fails within leaves the cache as it was, an interrupt included."""
+        held = self.__dict__.copy()
+        try:
+            yield
+        except BaseException:
+            self._put_back(held)
+            raise
+
+    def _put_back(self, held: dict[str, Any]) -> None:
+        self.__dict__.update(held)
 
     def _stage(self, counts: Sequence[int], rows: int) -> Stage:
         return Stage(self._lengths, [old + new for old, new in zip(self._lengths, counts, strict=True)], rows)
@@ -292,16 +322,16 @@ class Cache(ABC):
     def _grow(
         self, key: Tensor, value: Tensor, stage: Stage, tensors: Tensors, in_place: bool
     ) -> tuple[Tensors, Pages | None]:
-        """Append, and what to attend over: the tensors of the call with the keys and values that the sequences have
-        now. `in_place`: where they lie, which may be in pages, and more rows than S.
+        """Store, and what to attend over: the tensors of the call with the keys and values that the sequences have
+        then. `in_place`: where they lie, which may be in pages, and more rows than S.
         """
 
-    def _let_go(self) -> None:  # noqa: B027 - as above
-        """Drop what no later query can see."""
+    def _let_go(self, lengths: Sequence[int]) -> None:  # noqa: B027 - as above
+        """Drop what no later query can see of sequences of these lengths; best effort, since the answer is there."""
 
     @abstractmethod
     def _store(self, key: Tensor, value: Tensor, stage: Stage) -> None:
-        """Append alone."""
+        """Write what is appended where it will stand; it counts once the lengths say so."""
 
     @abstractmethod
     def _cut(self, lengths: Sequence[int]) -> None:
@@ -312,6 +342,6 @@ class Cache(ABC):
         """Sequences in another order."""
 
 
-@outside_of_graphs
+@alone
 def _attend(cache: Cache, *tensors: Tensor, **options: Any) -> Any:
     return cache.attend(*tensors, **options)

@@ -83,7 +83,8 @@ class KVCache(Cache):
         self._store(key, value, stage)
         if in_place:
             return tensors._replace(key=self._keys, value=self._values), None
-        return tensors._replace(key=self.keys, value=self.values), None
+        keys, values = self._logical(key, value, stage)
+        return tensors._replace(key=keys, value=values), None
 
     def _store(self, key: Tensor, value: Tensor, stage: Stage) -> None:
         rows, starts = stage.rows, stage.offsets
@@ -94,15 +95,16 @@ class KVCache(Cache):
             b, row, position = (number.to(self.device) for number in scattered(stage))
             self._keys[b, :, position] = key[b, :, row]
             self._values[b, :, position] = value[b, :, row]
-        self._lengths = list(stage.after)
 
     def _cut(self, lengths: Sequence[int]) -> None:
         """Nothing to do: what lies beyond a length is never read."""
 
     def _pick(self, index: Sequence[int]) -> None:
         chosen, length = torch.tensor(index, dtype=torch.int64, device=self.device), self.length
-        old = self._keys, self._values
+        memory = self._keys, self._values
+        found = [source.narrow(2, 0, length)[chosen] for source in memory]  # both, before anything changes
         if len(index) != self.batch:
-            self._keys, self._values = self._room_for(self._shape._replace(batch=len(index)))
-        for target, source in zip((self._keys, self._values), old, strict=True):
-            target.narrow(2, 0, length).copy_(source.narrow(2, 0, length)[chosen])
+            memory = self._room_for(self._shape._replace(batch=len(index)))
+        for target, rows in zip(memory, found, strict=True):
+            target.narrow(2, 0, length).copy_(rows)
+        self._keys, self._values = memory

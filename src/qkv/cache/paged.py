@@ -68,7 +68,7 @@ class PagedKVCache(PagedCache):
     def _check_room(self, stage: Stage) -> None:
         if self._settled(stage):
             return
-        needed, free = self._needed(stage), len(self._pool.free)
+        needed, free = self._needed(stage, self._grown(stage)), len(self._pool.free)
         if needed > free:
             holds = "the pages of all sequences must fit into the pool"
             seen = f"{needed} more are needed where {free} of {self._pool.pages} are free"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ from qkv.cache.steps import Stage
 from qkv.problem import Tensors
 
 NONE = -1  # in a table: no page
+
+Grown = list[Sequence[int]]  # for each sequence the pages, counted from its start, that an append takes for it
 
 
 class Lent(NamedTuple):
@@ -41,6 +42,14 @@ class PagedCache(Cache):
         self._form = torch.empty((), dtype=shape.dtype, device=shape.device)
         self._lent: Lent | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As that of all caches, and without views: in a copy they would be views of nothing."""
+        return {**super().__getstate__(), "_lent": None}
+
+    def _put_back(self, held: dict[str, Any]) -> None:
+        super()._put_back(held)
+        self._pool.recount(self._table)
+
     @property
     def page_size(self) -> int:
         """How many keys a page holds."""
@@ -60,17 +69,18 @@ class PagedCache(Cache):
         return -(-length // self._pool.size)
 
     def _logical(self, key: Tensor, value: Tensor, stage: Stage) -> tuple[Tensor, Tensor]:
-        if not any(stage.before):
-            return key, value
+        if not any(stage.before):  # nothing is held yet: what is given is all there is
+            return key.narrow(2, 0, stage.keys), value.narrow(2, 0, stage.keys)
         rows = self._shape.batch, self._shape.heads, stage.keys
         return self._form.expand(*rows, self._shape.head_dim), self._form.expand(*rows, self._shape.value_dim)
 
     def _grow(
         self, key: Tensor, value: Tensor, stage: Stage, tensors: Tensors, in_place: bool
     ) -> tuple[Tensors, Pages | None]:
-        if not any(stage.before):  # nothing is held yet: what is given is all there is
+        if not any(stage.before):
             self._store(key, value, stage)
-            return tensors._replace(key=key, value=value), None
+            keys, values = self._logical(key, value, stage)
+            return tensors._replace(key=keys, value=values), None
         self._write(key, value, stage)
         if in_place:
             keys, values, pages = self._lend()[:3]
@@ -101,10 +111,10 @@ class PagedCache(Cache):
                 return False
         return True
 
-    def _write(self, key: Tensor, value: Tensor, stage: Stage) -> None:
-        """Append all rows."""
+    def _write(self, key: Tensor, value: Tensor, stage: Stage, grown: Grown | None = None) -> None:
+        """Store the rows of these pages and of those that are there; None: all rows."""
         if not self._settled(stage):
-            self._take_pages(stage)
+            self._take_pages(stage, self._grown(stage) if grown is None else grown)
         size, table = self._pool.size, self._table
         if stage.rows == 1 and len(stage.after) == 1 and stage.grows:
             at = stage.before[0]
@@ -114,48 +124,46 @@ class PagedCache(Cache):
         elif stage.grows:
             b, row, position = scattered(stage)
             rows = rows_of(table, size, b.numpy(), position.numpy())
+            if grown is not None:
+                kept = np.flatnonzero(rows >= 0)
+                b, row, rows = b[kept], row[kept], rows[kept]
             self._pool.write(rows, *(flat(tensor, b, row) for tensor in (key, value)))
-        self._lengths = list(stage.after)
 
-    def _take_pages(self, stage: Stage) -> None:
-        """Pages for all that is appended; one that others share is copied before it is written to."""
-        pool, size = self._pool, self._pool.size
-        self._widen(self._blocks(stage.keys))
+    def _grown(self, stage: Stage) -> Grown:
+        """All pages that the sequences grow into."""
+        both = zip(stage.before, stage.after, strict=True)
+        return [range(self._blocks(start), self._blocks(stop)) for start, stop in both]
+
+    def _take_pages(self, stage: Stage, grown: Grown) -> None:
+        """Pages to grow into; one that others share is copied before it is written to."""
+        table, pool, size = self._wider(self._blocks(stage.keys)), self._pool, self._pool.size
         for b, (start, stop) in enumerate(zip(stage.before, stage.after, strict=True)):
-            if start == stop:
-                continue
-            first, last = start // size, (stop - 1) // size
-            page = int(self._table[b, first])
-            if page != NONE and pool.holders[page] > 1:
-                self._table[b, first] = pool.own(page)
-            for block in range(first + (page != NONE), last + 1):
-                self._table[b, block] = pool.take()
+            if start % size and start != stop:
+                table[b, start // size] = pool.own(int(table[b, start // size]))
+            for block in grown[b]:
+                table[b, block] = pool.take()
+        self._table = table
 
-    def _needed(self, stage: Stage) -> int:
+    def _needed(self, stage: Stage, grown: Grown) -> int:
         """How many free pages an append takes, copies of shared ones included."""
-        size, needed = self._pool.size, 0
+        size, needed = self._pool.size, sum(map(len, grown))
         leaving: dict[int, int] = {}
         for b, (start, stop) in enumerate(zip(stage.before, stage.after, strict=True)):
-            if start == stop:
-                continue
-            first, last = start // size, (stop - 1) // size
-            page = int(self._table[b, first]) if start % size else NONE
-            if page == NONE:
-                needed += last + 1 - first
-                continue
-            needed += last - first
-            if self._pool.holders[page] - leaving.get(page, 0) > 1:
-                leaving[page] = leaving.get(page, 0) + 1
-                needed += 1
+            if start % size and start != stop:
+                page = int(self._table[b, start // size])
+                if self._pool.holders[page] - leaving.get(page, 0) > 1:
+                    leaving[page] = leaving.get(page, 0) + 1
+                    needed += 1
         return needed
 
-    def _widen(self, blocks: int) -> None:
-        """A table of at least so many columns, and twice as many as before."""
+    def _wider(self, blocks: int) -> np.ndarray:
+        """A copy of the table, of at least so many columns; where it grows, twice as many as before."""
         rows, columns = self._table.shape
-        if blocks > columns:
-            wider = np.full((rows, max(blocks, 2 * columns)), NONE, dtype=np.int32)
-            wider[:, :columns] = self._table
-            self._table = wider
+        if blocks <= columns:
+            return self._table.copy()
+        wider = np.full((rows, max(blocks, 2 * columns)), NONE, dtype=np.int32)
+        wider[:, :columns] = self._table
+        return wider
 
     def _gathered(self, keys: int) -> tuple[Tensor, Tensor]:
         """Keys (B, G, S, D) and values of all sequences, copied out of their pages; 0 where a page was dropped."""
@@ -171,12 +179,13 @@ class PagedCache(Cache):
         return found[0], found[1]
 
     def _cut(self, lengths: Sequence[int]) -> None:
+        self._table = self._table.copy()
         for b, length in enumerate(lengths):
             for block in range(self._blocks(length), self._blocks(self._lengths[b])):
                 self._forget(b, block)
 
     def _forget(self, b: int, block: int) -> None:
-        """Let go of one page of one sequence."""
+        """Let go of one page of one sequence, in a table that is new."""
         page = int(self._table[b, block])
         if page != NONE:
             self._pool.drop(page)
@@ -185,9 +194,6 @@ class PagedCache(Cache):
     def _pick(self, index: Sequence[int]) -> None:
         self._table = self._table[np.array(index, dtype=np.int64)]
         self._pool.recount(self._table)
-
-    @abstractmethod
-    def _check_room(self, stage: Stage) -> None: ...
 
 
 def flat(tensor: Tensor, b: Tensor, row: Tensor) -> Tensor:

@@ -67,6 +67,8 @@ class Pool:
 
     def write(self, rows: np.ndarray, key: Tensor, value: Tensor) -> None:
         """Store keys and values (G, n, D or V) in these rows of the pool."""
+        if not len(rows):
+            return
         first, count = int(rows[0]), len(rows)
         if int(rows[-1]) - first == count - 1 and bool((np.diff(rows) == 1).all()):
             self.keys.narrow(1, first, count).copy_(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from qkv.backends.base import pattern_plan
 from qkv.cache.arguments import Shape, read_shape, read_size
-from qkv.cache.pages import NONE, PagedCache
+from qkv.cache.pages import NONE, Grown, PagedCache
 from qkv.cache.pool import rows_of
 from qkv.cache.steps import Stage
 from qkv.errors import ValueOutOfRange, message
@@ -23,7 +24,7 @@ from qkv.problem import Problem
 
 PAGE = 64
 NOMINAL = 1 << 16  # where a cache without a greatest length asks whether its pattern lets go of anything
-PIECE = 16 * PAGE  # rows of a long chunk that are stored at a time
+LONG = 16 * PAGE  # rows of a chunk that is looked at for what of it is kept, before it is stored
 LOOSE = 4  # pages that may lie idle beside as many as are used
 SPARE = 8  # one page in so many is spare when the pool grows
 
@@ -112,36 +113,42 @@ class RollingKVCache(PagedCache):
                         message(holds, seen, "make the cache for_pattern of all patterns, joined by |")
                     )
 
-    def _take_pages(self, stage: Stage) -> None:
-        needed = self._needed(stage)
+    def _take_pages(self, stage: Stage, grown: Grown) -> None:
+        needed = self._needed(stage, grown)
         if needed > len(self._pool.free):
             used = self._pool.pages - len(self._pool.free)
             self._resize(used + needed + (used + needed) // SPARE)
-        super()._take_pages(stage)
+        super()._take_pages(stage, grown)
 
     def _store(self, key: Tensor, value: Tensor, stage: Stage) -> None:
-        """Append some pages at a time, so that a long chunk takes no more memory than what is kept of it."""
-        for start in range(0, stage.rows, PIECE):
-            piece = stage.piece(start, start + PIECE)
-            rows = slice(start, start + PIECE)
-            self._write(key[:, :, rows], value[:, :, rows], piece)
-            self._drop_unseen()
+        """Of a long chunk only what is kept of it, so that it takes no more memory."""
+        grown = self._grown(stage)
+        if stage.rows > LONG:
+            kept = [np.flatnonzero(_kept(self.pattern, length)) for length in stage.after]
+            first = map(self._blocks, stage.before)
+            grown = [blocks[blocks >= least].tolist() for blocks, least in zip(kept, first, strict=True)]
+        self._write(key, value, stage, grown)
 
-    def _let_go(self) -> None:
-        self._drop_unseen()
-        used = self._pool.pages - len(self._pool.free)
-        if self._pool.pages > 2 * used + LOOSE:
-            self._resize(used + used // SPARE + 1)
+    def _let_go(self, lengths: Sequence[int]) -> None:
+        with suppress(MemoryError, RuntimeError):  # torch says the latter where there is no memory
+            self._drop_unseen(lengths)
+            used = self._pool.pages - len(self._pool.free)
+            if self._pool.pages > 2 * used + LOOSE:
+                self._resize(used + used // SPARE + 1)
 
-    def _drop_unseen(self) -> None:
+    def _drop_unseen(self, lengths: Sequence[int]) -> None:
         """Give pages back that no later query can see; they are looked at whenever a sequence has filled another."""
-        for b, (now, then) in enumerate(zip(self._lengths, self._looked_at, strict=True)):
-            if now // PAGE == then // PAGE:
-                continue
-            self._looked_at[b] = now
-            held = self._table[b, : self._blocks(now)] != NONE
-            for block in np.flatnonzero(held & ~_kept(self.pattern, now)):
+        both = enumerate(zip(lengths, self._looked_at, strict=True))
+        filled = [b for b, (now, then) in both if now // PAGE != then // PAGE]
+        if not filled:
+            return
+        self._table, looked_at = self._table.copy(), self._looked_at.copy()
+        for b in filled:
+            looked_at[b] = lengths[b]
+            held = self._table[b, : self._blocks(lengths[b])] != NONE
+            for block in np.flatnonzero(held & ~_kept(self.pattern, lengths[b])):
                 self._forget(b, int(block))
+        self._looked_at = looked_at
 
     def _cut(self, lengths: Sequence[int]) -> None:
         for b, length in enumerate(lengths):

@@ -30,8 +30,8 @@ VARIES = {"keys", "pattern", "origin"}  # in the problems of steps that are alik
 class Stage(NamedTuple):
     """Where one call stands: how long each sequence is before and after it."""
 
-    before: Sequence[int]
-    after: Sequence[int]
+    before: list[int]
+    after: list[int]
     rows: int  # L, how many rows each sequence is given, real or not
 
     @property
@@ -49,13 +49,6 @@ class Stage(NamedTuple):
         """Where query 0 stands: one number where all agree."""
         first = self.before[0] if self.before else 0
         return tuple(self.before) if any(n != first for n in self.before) else (first,)
-
-    def piece(self, start: int, stop: int) -> Stage:
-        """The same for rows start .. stop - 1 alone."""
-        counts = [new - old for old, new in zip(self.before, self.after, strict=True)]
-        before = [old + min(count, start) for old, count in zip(self.before, counts, strict=True)]
-        after = [old + min(count, stop) for old, count in zip(self.before, counts, strict=True)]
-        return Stage(before, after, min(stop, self.rows) - start)
 
     def narrowed(self, pattern: Pattern) -> Pattern:
         """The pattern without what lies beyond the end of a sequence."""
@@ -102,6 +95,11 @@ def aligned(pattern: Pattern, before: Sequence[int]) -> Pattern:
         seen = f"`align` of the pattern says 'top_left' where the cache holds {max(before)}"
         raise LayoutError(message(holds, seen, "leave `align` out"))
     return pattern if pattern.align is None else replace(pattern, align=None)
+
+
+def may_follow(pattern: Pattern | None) -> bool:
+    """Whether a call of this pattern may stand where the cache holds keys; see `aligned`."""
+    return pattern is None or pattern.align != "top_left"
 
 
 def answer(
