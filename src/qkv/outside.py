@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def outside_of_graphs(reason: str) -> Callable[[F], F]:
-    """A decorator: torch.compile runs the function by itself between two graphs, or with fullgraph=True says the reason.
+    """A decorator: torch.compile runs the function by itself, between two graphs; with fullgraph=True it says why.
 
     As torch.compiler.disable, which loads the whole compiler: here that waits until somebody else has loaded it.
     """
