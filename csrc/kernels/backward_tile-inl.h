@@ -64,8 +64,9 @@ class TileGradients {
   // One key block and the tiles that see it.
   void meet(const Scene<T>& scene, const Region& region, int64_t block, int64_t count, BackwardScratch<T>& scratch) {
     const int64_t wide_d = padded<T>(p_.head_dim), wide_v = padded<T>(p_.value_dim);
-    const Rows key_rows = scene.kept_rows(scene.key_side(data_.key, p_.key_stride), block);
-    const Rows value_rows = scene.kept_rows(scene.key_side(data_.value, p_.value_stride), block);
+    const Matrix key = scene.key_side(data_.key, p_.key_stride), value = scene.key_side(data_.value, p_.value_stride);
+    const Rows key_rows = scene.kept_rows(key, block), value_rows = scene.kept_rows(value, block);
+    const Rows next_keys = scene.kept_rows(key, block + 1), next_values = scene.kept_rows(value, block + 1);
     [[maybe_unused]] const typename Unit::Session session;
     const Block rows = Unit::block(p_, key_rows, value_rows, wants_queries(region), scratch);
     Growing grad_keys{}, grad_values{};
@@ -74,6 +75,8 @@ class TileGradients {
       grad_values = open(scene, data_.grad_value, p_.value_dim, wide_v, block, scratch.grad_values, scratch);
     }
     for (int64_t i = 0; i < count; ++i) {
+      ask_for_share(next_keys, p_.head_dim, i, count);
+      ask_for_share(next_values, p_.value_dim, i, count);
       Asked<T>& one = scratch.tiles[i];
       if (one.cursor.block() != block) continue;
       careful ? grade<true>(scene, region, one, block, key_rows.count, rows, grad_keys.sum, grad_values.sum, scratch)

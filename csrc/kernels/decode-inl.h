@@ -229,15 +229,7 @@ class DecodePass {
   }
 
   // The memory works while the core does only where it is asked in time and evenly: beside the keys of a block its values
-  // are asked for, beside these the keys of the next. Inlined by force: GCC takes what only prefetches for nothing.
-  __attribute__((always_inline)) static inline void ask_for(const Rows& rows, int64_t first, int64_t count, int64_t width) {
-    const int64_t size = width * size_of(rows.type), step = rows.row_stride * size_of(rows.type);
-    const char* row = static_cast<const char*>(rows.data) + rows.table.row(rows.first) * step + first * step;
-    for (int64_t k = 0; k < count; ++k, row += step) {
-      for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(row + at, 0, 2);
-    }
-  }
-
+  // are asked for, beside these the keys of the next.
   void score(const Rows& keys, const Rows& values, Online<T>& one, DecodeScratch<T>& scratch) const {
     const int64_t wide = padded<T>(p_.head_dim), rows = dot_rows<T>(one.count);
     if (!direct(keys, p_.head_dim)) {

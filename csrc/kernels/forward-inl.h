@@ -104,7 +104,10 @@ class ForwardPass {
       const Rows key_rows = scene.kept_rows(key, block), value_rows = scene.kept_rows(value, block);
       [[maybe_unused]] const typename Unit::Session session;
       const Block rows = Unit::block(p_, key_rows, value_rows, scratch);
+      const Rows next_keys = scene.kept_rows(key, block + 1), next_values = scene.kept_rows(value, block + 1);
       for (int64_t i = 0; i < count; ++i) {
+        ask_for_share(next_keys, p_.head_dim, i, count);
+        ask_for_share(next_values, p_.value_dim, i, count);
         if (tiles[i].cursor.block() != block) continue;
         attend<CAREFUL>(scene, tiles[i], block, key_rows.count, rows, scratch);
         tiles[i].cursor.next();

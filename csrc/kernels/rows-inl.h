@@ -38,6 +38,15 @@ struct Rows {
   bool even() const { return !slots && (!table.pages || first / table.size == (first + most(count, 1) - 1) / table.size); }
 };
 
+// Ask the memory for some rows that are read soon. Inlined by force: GCC takes what only prefetches for nothing.
+__attribute__((always_inline)) inline void ask_for(const Rows& rows, int64_t first, int64_t count, int64_t width) {
+  const int64_t size = width * size_of(rows.type), step = rows.row_stride * size_of(rows.type);
+  const char* row = static_cast<const char*>(rows.data) + (rows.table.row(rows.first) + first) * step;
+  for (int64_t i = 0; i < count; ++i, row += step) {
+    for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(row + at, 0, 2);
+  }
+}
+
 // Row i of `to` = factors[i] · row i, in whole vectors, zero beyond the width and for padding.
 template <class T>
 void load_rows(const Rows& from, int64_t width, const T* factors, T* to, int64_t to_stride) {

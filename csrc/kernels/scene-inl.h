@@ -111,6 +111,14 @@ void locate_tile(const Scene<T>& scene, int64_t tile, int64_t queries, int64_t b
   for (int64_t i = 0; i < TILE; ++i) at.counters[i] = static_cast<uint32_t>(at.queries[i]);
 }
 
+// Rows of block after block that lie far apart: the processor does not foresee them, so a share of them is asked for
+// beside each of `shares` tiles that are walked meanwhile.
+__attribute__((always_inline)) inline void ask_for_share(const Rows& rows, int64_t width, int64_t share, int64_t shares) {
+  if (rows.slots || rows.count <= 0 || rows.row_stride < 2 * width) return;
+  const int64_t each = blocks_of(rows.count, shares), first = least(share * each, rows.count);
+  ask_for(rows, first, least(each, rows.count - first), width);
+}
+
 // A block of keys or values as dense rows: in place where they stand so, else a copy.
 template <class T>
 struct Panel {

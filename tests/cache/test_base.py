@@ -10,7 +10,7 @@ import torch
 
 import qkv
 from qkv.backends.cpu import Cpu, Prepared
-from qkv.cache import pool
+from qkv.cache import pool, steps
 
 CAUSAL = qkv.causal()
 WINDOW = qkv.sliding_window(100)
@@ -235,3 +235,37 @@ def test_append_is_refused_within_a_transform(kind):
     with pytest.raises(qkv.errors.UnsupportedError, match=r"outside of torch\.func"):
         torch.func.vmap(lambda x: cache.append(x, x) or x)(tokens(3)[1][None])
     assert cache.length == 0
+
+
+def decoded(layers, pattern, made):
+    """Three layers, each with tokens of its own, step by step; how many plans the steps took."""
+    whole = [tokens(71, seed) for seed in range(len(layers))]
+    for layer, (_, k, v) in zip(layers, whole, strict=True):
+        layer.append(k[:, :, :60], v[:, :, :60])
+    made.clear()
+    for at in range(60, 71):
+        for layer, (q, k, v) in zip(layers, whole, strict=True):
+            found = layer.attend(*(x[:, :, at : at + 1] for x in (q, k, v)), pattern=pattern)
+            want = qkv.attention(q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1], pattern=WINDOW)
+            assert torch.allclose(found, want, atol=1e-6)
+    return len(made)
+
+
+@NATIVE
+@EACH
+def test_layers_share_the_plan_of_a_step(kind, monkeypatch):
+    made, real = [], steps.Step._made
+    monkeypatch.setattr(steps.Step, "_made", lambda *given: made.append(given) or real(*given))
+    monkeypatch.setattr(steps, "_shared", {})
+    assert (
+        decoded([make(kind) for _ in range(3)], WINDOW, made) == 10
+    )  # the first step of each is not like an earlier one
+    assert len(steps._shared) == 10
+    unknown = WINDOW & qkv.where(lambda b, h, i, j: i >= j)
+    assert decoded([make(kind) for _ in range(3)], unknown, made) == 30  # told by identity: each plans its own
+    monkeypatch.setattr(steps, "SHARED", 4)
+    monkeypatch.setattr(steps, "_shared", {})
+    assert decoded([make(kind) for _ in range(3)], WINDOW, made) == 10 and len(steps._shared) <= 4
+    monkeypatch.setattr(steps, "LARGEST", 8)
+    monkeypatch.setattr(steps, "_shared", {})
+    assert decoded([make(kind) for _ in range(3)], WINDOW, made) == 30 and not steps._shared

@@ -91,8 +91,8 @@ def test_a_long_append_takes_no_more_than_it_leaves_and_a_piece(monkeypatch):
 @pytest.mark.parametrize("text", [*REACHES, "causal() & (dilated(5, dilation=64) | prefix(130))"])
 @pytest.mark.parametrize("start", [0, 100, 1000])
 def test_a_long_append_keeps_what_short_ones_keep(text, start):
-    """Also nothing: 1,920 is a multiple of 96, where a block begins."""
-    pattern, counts = qkv.parse(text), [1920 - start, 1500 - start]
+    """Also nothing: 1,920 and 1,536 are multiples of 64 and 96, where a page and a block begin."""
+    pattern, counts = qkv.parse(text), [1920 - start, 1536 - start]
     long, short = (qkv.RollingKVCache.for_pattern(pattern, 2, 2, 8) for _ in range(2))
     _, k, v = tokens(1920, batch=2)
     for cache in (long, short):

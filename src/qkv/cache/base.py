@@ -221,7 +221,7 @@ class Cache(ABC):
             taken = choose(problem, backend).backend
             self._check_reach(legal, problem)
         if call is not None and isinstance(taken, Cpu) and not problem.needs_grad and may_follow(chosen):
-            self._remember(call, Step.like(chosen, legal, problem, layout))
+            self._remember(call, Step.like(call, chosen, legal, problem, layout))
         in_place = reads_in_place(problem, question.tensors, taken)
         with self._all_or_nothing():
             tensors, pages = self._grow(new_key, new_value, stage, question.tensors, in_place)
@@ -273,11 +273,15 @@ class Cache(ABC):
             return None
         problem, plan = asked
         self._check_reach(step.pattern, problem, plan)
-        with self._all_or_nothing():
+        held = self.__dict__.copy()
+        try:  # as `_all_or_nothing`, which would cost more
             tensors, pages = self._grow(key.detach(), value.detach(), stage, Tensors(query, key, value), True)
             output = step.answer(Work(problem, tensors, plan, 0, None, pages))
             self._let_go(stage.after)
             self._lengths = stage.after
+        except BaseException:
+            self._put_back(held)
+            raise
         return output.transpose(1, 2) if step.swapped else output
 
     @contextmanager

@@ -130,10 +130,10 @@ class RollingKVCache(PagedCache):
         self._write(key, value, stage, grown)
 
     def _let_go(self, lengths: Sequence[int]) -> None:
-        with suppress(MemoryError, RuntimeError):  # torch says the latter where there is no memory
-            self._drop_unseen(lengths)
-            used = self._pool.pages - len(self._pool.free)
-            if self._pool.pages > 2 * used + LOOSE:
+        self._drop_unseen(lengths)
+        used = self._pool.pages - len(self._pool.free)
+        if self._pool.pages > 2 * used + LOOSE:
+            with suppress(MemoryError, RuntimeError):  # torch says the latter where there is no memory
                 self._resize(used + used // SPARE + 1)
 
     def _drop_unseen(self, lengths: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ differ in their length alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,10 @@ from qkv.types import AuxOutput
 from qkv.weights import collect
 
 VARIES = {"keys", "pattern", "origin"}  # in the problems of steps that are alike otherwise
+SHARED = 64  # places that caches share their plans for
+LARGEST = 1 << 16  # bytes of a plan that is shared
+
+_shared: dict[Hashable, tuple[Problem, PatternPlan]] = {}  # by call and lengths: the layers of a model ask the same
 
 
 class Stage(NamedTuple):
@@ -66,14 +70,30 @@ class Step:
     problem: Problem
     swapped: bool  # layout BLHD
     common: dict[str, Any]  # of the problem, but for what differs
+    call: Hashable | None  # what it is remembered by, where that means the same in every cache
 
     @classmethod
-    def like(cls, given: Pattern | None, pattern: Pattern, problem: Problem, layout: str) -> Step:
+    def like(cls, call: Hashable, given: Pattern | None, pattern: Pattern, problem: Problem, layout: str) -> Step:
         names = (field.name for field in fields(problem) if field.name not in VARIES)
-        return cls(given, pattern, problem, layout == "BLHD", {name: getattr(problem, name) for name in names})
+        common = {name: getattr(problem, name) for name in names}
+        literal = given is None or (not given.tensors and "<" not in given.form)
+        return cls(given, pattern, problem, layout == "BLHD", common, call if literal else None)
 
     def at(self, stage: Stage) -> tuple[Problem, PatternPlan] | None:
         """The problem and the plan of one step, checked; None where no query sees a key, which is worth a warning."""
+        if self.call is None:
+            return self._made(stage)
+        place = self.call, *stage.before
+        found = _shared.get(place)
+        if found is None:
+            found = self._made(stage)
+            if found is not None and sum(member.nbytes for member in found[1].members) <= LARGEST:
+                if len(_shared) >= SHARED:
+                    _shared.clear()
+                _shared[place] = found
+        return found
+
+    def _made(self, stage: Stage) -> tuple[Problem, PatternPlan] | None:
         pattern, offsets, keys = stage.narrowed(self.pattern), stage.offsets, stage.keys
         known = self.problem
         plan = pattern.plan(known.queries, keys, batch=known.batch, heads=known.heads, query_offset=offsets)
