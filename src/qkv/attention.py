@@ -196,12 +196,12 @@ def _answer(question: Question, choice: Choice, generator: torch.Generator | Non
     seed = draw_seed(generator) if problem.dropout_p else 0
     with without_autocast(problem.device):
         result = choice.backend.run(problem, question.tensors, seed)
-        _warn_if_all_hidden(problem, question.tensors, result)
+        warn_if_all_hidden(problem, question.tensors, result)
         aux = collect(problem, question.tensors, result)
     return result.output, aux
 
 
-def _warn_if_all_hidden(
+def warn_if_all_hidden(
     problem: Problem, tensors: Tensors, result: Result, plan: Callable[[], PatternPlan] | None = None
 ) -> None:
     """Ask whether the mask is inverted when no query of the call sees a key; `plan` where it is not the problem's."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkv.attention import _warn_if_all_hidden
+from qkv.attention import warn_if_all_hidden
 from qkv.backends.base import Packing, without_autocast
 from qkv.backends.cpu import Cpu
 from qkv.dispatch import Choice, choose
@@ -171,7 +171,7 @@ def _answer(packed: Packed, choice: Choice, generator: torch.Generator | None) -
         else:
             result = run_one_by_one(choice.backend, packed, seed)
         if any(queries and keys for queries, keys in sizes_of(packed.packing)):
-            _warn_if_all_hidden(problem, tensors, result, packed.plan)
+            warn_if_all_hidden(problem, tensors, result, packed.plan)
     aux = AuxOutput(
         lse=result.lse[0] if problem.aux.lse else None,
         max_scores=None if result.max_scores is None else result.max_scores[0],

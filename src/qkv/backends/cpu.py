@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -215,29 +214,36 @@ def _softcap(problem: Problem) -> float:
     return problem.softcap if problem.dtype == torch.float64 else min(max(problem.softcap, 1e-37), 1e37)
 
 
-_PLANS: WeakKeyDictionary[PatternPlan, native.Plan] = WeakKeyDictionary()
-
-
 def native_plan(plan: PatternPlan) -> native.Plan:
     """The addresses of a plan's arrays, which live as long as the plan."""
-    if plan not in _PLANS:
+    made = plan.beside.get("cpu")
+    if made is None:
         batch, heads = plan.index.shape
         members = [[_addresses(part) for part in member.parts] for member in plan.members]
         strides = (0 if batch == 1 else heads), (0 if heads == 1 else 1)
-        _PLANS[plan] = native.Plan(members, plan.index.ctypes.data, *strides)
-    return _PLANS[plan]
+        made = plan.beside["cpu"] = native.Plan(members, _first(plan.index), *strides)
+    assert isinstance(made, native.Plan)
+    return made
+
+
+def _first(array: np.ndarray) -> int:
+    """Where the numbers of a dense array begin."""
+    assert array.flags.c_contiguous
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
 
 def _addresses(part: Part) -> tuple[int, ...]:
     schedule = part.schedule
-    arrays = (schedule.row_ptr, schedule.runs, schedule.partial_ptr, schedule.partial, schedule.masks)
-    assert all(array.flags.c_contiguous for array in arrays)
     return (
         *_slots(part.queries),
         *_slots(part.keys),
         schedule.rows,
         schedule.cols,
-        *(array.ctypes.data for array in arrays),
+        _first(schedule.row_ptr),
+        _first(schedule.runs),
+        _first(schedule.partial_ptr),
+        _first(schedule.partial),
+        _first(schedule.masks),
     )
 
 
@@ -246,5 +252,4 @@ def _slots(axis: Axis) -> tuple[int, int]:
     if not isinstance(axis, Ordered):
         return 0, axis.count
     assert axis.index.dtype == np.int32
-    assert axis.index.flags.c_contiguous
-    return axis.index.ctypes.data, axis.count
+    return _first(axis.index), axis.count

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.attention import _warn_if_all_hidden
+from qkv.attention import warn_if_all_hidden
 from qkv.backends.autograd import Engine, transformed
 from qkv.backends.base import Backend, Pages, Result, Work, pattern_plan, without_autocast
 from qkv.backends.cpu import Cpu, Prepared
@@ -133,7 +133,7 @@ def answer(
         else:
             result = backend.run(problem, tensors, 0)
         if warn:
-            _warn_if_all_hidden(problem, tensors, result)
+            warn_if_all_hidden(problem, tensors, result)
         return result.output, collect(problem, tensors, result)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -91,6 +91,7 @@ class PatternPlan:
     index: np.ndarray
     batch: int
     heads: int
+    beside: dict[str, object] = field(default_factory=dict)  # what a backend made of it, by the name of the backend
 
     @cached_property
     def shares(self) -> np.ndarray:
