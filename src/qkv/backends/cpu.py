@@ -229,7 +229,7 @@ def native_plan(plan: PatternPlan) -> native.Plan:
 def _first(array: np.ndarray) -> int:
     """Where the numbers of a dense array begin."""
     assert array.flags.c_contiguous
-    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+    return array.__array_interface__["data"][0]
 
 
 def _addresses(part: Part) -> tuple[int, ...]:
