@@ -81,7 +81,8 @@ class BackwardPass {
     const Type type = p_.output_type;
     const void* const output = static_cast<const char*>(data_.output) + at * p_.value_dim * size_of(type);
     load_rows({output, type, p_.value_dim, 1, nullptr, first, count}, p_.value_dim, scratch.ones, scratch.values, wide);
-    const Matrix grad = Matrix::of(data_.grad_output, type, data_.grad_output_stride, b, h, queries, p_.packing.queries);
+    const int64_t* const stride = data_.grad_output_stride;
+    const Matrix grad = Matrix::of(data_.grad_output, type, stride, b, h, queries, p_.packing.queries);
     load_rows({grad.data, type, grad.row_stride, grad.column_stride, nullptr, first, count}, p_.value_dim, scratch.ones,
               scratch.grad_values, wide);
     T sink_sum = 0;
@@ -198,7 +199,8 @@ class BackwardPass {
   void round_unit(int64_t head, BackwardScratch<T>& scratch, Worker&) {
     of_head(head, [&](auto grad, int64_t first, int64_t count) {
       const void* const to = static_cast<const char*>(given_.*grad) + first * size_of(p_.type);
-      store_rows(static_cast<const T*>(data_.*grad) + first, 0, count, scratch.ones, {to, p_.type, 0, 1, nullptr, 0, 1});
+      const Rows row{to, p_.type, 0, 1, nullptr, 0, 1};
+      store_rows(static_cast<const T*>(data_.*grad) + first, 0, count, scratch.ones, row);
     });
   }
 

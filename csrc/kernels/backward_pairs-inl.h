@@ -22,7 +22,8 @@ struct PairBackward {
     PairRows keys, values;
     const uint16_t* turned;
   };
-  static Block block(const Problem& p, const Rows& keys, const Rows& values, bool queries, BackwardScratch<T>& scratch) {
+  static Block block(const Problem& p, const Rows& keys, const Rows& values, bool queries,
+                     BackwardScratch<T>& scratch) {
     const PairRows by_row = pair_rows(keys, p.head_dim, reinterpret_cast<uint16_t*>(scratch.keys));
     auto* const turned = reinterpret_cast<uint16_t*>(scratch.turned);
     if (queries) turn_rows(keys, p.head_dim, reinterpret_cast<uint32_t*>(scratch.rows), turned);
@@ -30,12 +31,14 @@ struct PairBackward {
   }
 
   // Words of columns by lanes, (D / 2, width), and of rows, (TILE / 2, padded D); gradients likewise.
-  static void pack(const Problem& p, const Rows& queries, const Rows& grads, Asked<T>& one, BackwardScratch<T>& scratch) {
+  static void pack(const Problem& p, const Rows& queries, const Rows& grads, Asked<T>& one,
+                   BackwardScratch<T>& scratch) {
     pack_side(queries, p.head_dim, one.width, one.by_lane, one.by_row, scratch);
     pack_side(grads, p.value_dim, one.width, one.grad_by_lane, one.grad_by_row, scratch);
     for (int64_t i = 0; i < TILE; ++i) scratch.factors[i] = static_cast<T>(p.scale * LOG2_E);
   }
-  static void pack_side(const Rows& rows, int64_t size, int64_t width, T* by_lane, T* by_row, BackwardScratch<T>& scratch) {
+  static void pack_side(const Rows& rows, int64_t size, int64_t width, T* by_lane, T* by_row,
+                        BackwardScratch<T>& scratch) {
     const int64_t wide = padded_pairs(size);
     auto* const copy = reinterpret_cast<uint16_t*>(scratch.rows);
     copy_pair_rows(rows, size, width, copy, wide);
@@ -77,7 +80,7 @@ struct PairBackward {
       }
     }
     for (int64_t k = keys.first; k < keys.stop; ++k) {
-      for (int64_t lane = lanes.stop; lane < last; ++lane) at.scratch.used[k * TILE + lane] = at.scratch.raw[k * TILE + lane] = 0;
+      for (int64_t i = k * TILE + lanes.stop; i < k * TILE + last; ++i) at.scratch.used[i] = at.scratch.raw[i] = 0;
     }
   }
 

@@ -105,7 +105,8 @@ TileBias<T> tensor_bias(const Scene<T>& scene, const void* data, int64_t tile_nu
                         int64_t width, T* scratch, T* tile) {
   const Bias& bias = scene.problem.bias;
   const int64_t base = scene.b * bias.stride[0] + scene.h * bias.stride[1];
-  const Matrix matrix{static_cast<const char*>(data) + base * size_of(bias.type), bias.type, bias.stride[2], bias.stride[3]};
+  const char* const first = static_cast<const char*>(data) + base * size_of(bias.type);
+  const Matrix matrix{first, bias.type, bias.stride[2], bias.stride[3]};
   const Rows rows = scene.query_rows(matrix, tile_number);
   if (stored_beside<T>(bias.type) && bias.stride[3] == 1 && bias.stride[2] != 0 && scene.natural()) {
     turned_bias(rows, block * TILE, keys, width, scratch, tile);

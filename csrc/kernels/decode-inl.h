@@ -10,9 +10,21 @@
 
 namespace {
 
-constexpr int64_t FEW = 8;     // queries at most
-constexpr int64_t SPLIT = 16;  // key blocks of a chunk
-constexpr int64_t STEP = 8;    // keys between requests for what follows
+constexpr int64_t DECODED = 8;  // queries at most
+constexpr int64_t SPLIT = 16;   // key blocks of a chunk
+constexpr int64_t STEP = 8;     // keys between requests for what follows
+
+// Whether a call is of this kind: few queries, in their own order.
+inline bool decodes(const Problem& p) {
+  if (p.queries > DECODED) return false;
+  for (int64_t m = 0; m < p.plan.count; ++m) {
+    const qkv::Member& member = p.plan.members[m];
+    for (int64_t i = 0; i < member.count; ++i) {
+      if (member.parts[i].query_rows) return false;
+    }
+  }
+  return true;
+}
 
 template <class T>
 struct DecodeScratch : ForwardScratch<T> {
@@ -35,18 +47,6 @@ class DecodePass {
     for (int64_t m = 0; m < plan.count; ++m) {
       chunks_ = most(chunks_, each_chunk(plan.members[m], [](const Chunk&, int64_t) {}));
     }
-  }
-
-  // Whether a call is of this kind: all its queries in their own order.
-  static bool takes(const Problem& p) {
-    if (p.queries > FEW) return false;
-    for (int64_t m = 0; m < p.plan.count; ++m) {
-      const qkv::Member& member = p.plan.members[m];
-      for (int64_t i = 0; i < member.count; ++i) {
-        if (member.parts[i].query_rows) return false;
-      }
-    }
-    return true;
   }
 
   Status run(const Run& run) {

@@ -182,7 +182,9 @@ class ForwardPass {
   struct Natural {
     int64_t h, first, tile, count;
 
-    Rows rows(const Matrix& m) const { return {m.data, m.type, m.row_stride, m.column_stride, nullptr, tile * TILE, count}; }
+    Rows rows(const Matrix& m) const {
+      return {m.data, m.type, m.row_stride, m.column_stride, nullptr, tile * TILE, count};
+    }
   };
   Natural natural_unit(int64_t unit) const {
     const int64_t tiles = blocks_of(p_.queries, TILE), head = unit / tiles, tile = unit % tiles, b = head / p_.heads;
@@ -216,7 +218,7 @@ class ForwardPass {
 };
 
 inline Status run_forward(const Problem& problem, const Forward& data, const Run& run) {
-  const bool few = DecodePass<float>::takes(problem);
+  const bool few = decodes(problem);
   if (problem.type == Type::float64) {
     return few ? DecodePass<double>(problem, data).run(run) : ForwardPass<PlainForward<double>>(problem, data).run(run);
   }

@@ -33,8 +33,12 @@ inline int64_t first_row(const Problem& p, int64_t b, int64_t h) {
 inline int64_t first_key_row(const Problem& p, int64_t b, int64_t g) {
   return p.packing.keys ? g * p.packing.keys[p.batch] + p.packing.keys[b] : (b * p.kv_heads + g) * p.keys;
 }
-inline int64_t all_rows(const Problem& p) { return p.heads * (p.packing.queries ? p.packing.queries[p.batch] : p.batch * p.queries); }
-inline int64_t all_key_rows(const Problem& p) { return p.kv_heads * (p.packing.keys ? p.packing.keys[p.batch] : p.batch * p.keys); }
+inline int64_t all_rows(const Problem& p) {
+  return p.heads * (p.packing.queries ? p.packing.queries[p.batch] : p.batch * p.queries);
+}
+inline int64_t all_key_rows(const Problem& p) {
+  return p.kv_heads * (p.packing.keys ? p.packing.keys[p.batch] : p.batch * p.keys);
+}
 
 // A matrix of the caller: the rows of one (b, h) of a tensor.
 struct Matrix {

@@ -11,7 +11,7 @@
 namespace {
 
 inline Status run_pairs_forward(const Problem& problem, const Forward& data, const Run& run) {
-  if (problem.type != Type::bfloat16 || DecodePass<float>::takes(problem)) return QKV_BESIDE.forward(problem, data, run);
+  if (problem.type != Type::bfloat16 || decodes(problem)) return QKV_BESIDE.forward(problem, data, run);
   return ForwardPass<PairForward>(problem, data).run(run);
 }
 

@@ -137,7 +137,9 @@ void tiles_of(const Product<Pairs>& p, int64_t row, int64_t column, int64_t dept
     load_tile<FIRST_B>(b, b_bytes);
     multiply_tile<0, FIRST_A, FIRST_B>();
     if constexpr (COLUMNS > 1) load_tile<FIRST_B + 1>(b + TILE_SIDE, b_bytes), multiply_tile<1, FIRST_A, FIRST_B + 1>();
-    if constexpr (ROWS > 1) load_tile<FIRST_A + 1>(a + TILE_SIDE * p.a_stride, a_bytes), multiply_tile<2, FIRST_A + 1, FIRST_B>();
+    if constexpr (ROWS > 1) {
+      load_tile<FIRST_A + 1>(a + TILE_SIDE * p.a_stride, a_bytes), multiply_tile<2, FIRST_A + 1, FIRST_B>();
+    }
     if constexpr (ROWS > 1 && COLUMNS > 1) multiply_tile<3, FIRST_A + 1, FIRST_B + 1>();
   }
   store_tile<0>(c, c_bytes);

@@ -1,6 +1,4 @@
-#define QKV_BYTES 64  // of a vector
-#define QKV_PANEL 4  // vectors of a panel, and rows of a strip beside it: what the registers hold
-#define QKV_STRIP 6
+#include "vectors512.h"
 #define QKV_TILES  // products of pairs on tiles
 #define QKV_BESIDE qkv::KERNELS_AVX512
 #include "../kernels/target_pairs-inl.h"

@@ -1,7 +1,5 @@
 // The AMX kernels on tiles in software, for tests: built where QKV_SOFTWARE_TILES is asked for, used only by name.
-#define QKV_BYTES 64  // of a vector
-#define QKV_PANEL 4  // vectors of a panel, and rows of a strip beside it: what the registers hold
-#define QKV_STRIP 6
+#include "vectors512.h"
 #define QKV_TILES
 #define QKV_SOFTWARE_TILES
 #define QKV_BESIDE qkv::KERNELS_AVX512
