@@ -194,7 +194,7 @@ def test_what_depends_on_the_batch_row_takes_the_document(packed_engine: str) ->
     for n, (a, b) in enumerate(itertools.pairwise(CU)):
         keep = torch.tensor(
             [
-                [[(i + j + n + h) % 3 > 0 and j < lengths[n] for j in range(b - a)] for i in range(b - a)]
+                [[(i + j + n + h) % 3 > 0 and j < int(lengths[n]) for j in range(b - a)] for i in range(b - a)]
                 for h in range(H)
             ]
         ).reshape(1, H, b - a, b - a)
