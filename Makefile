@@ -42,6 +42,7 @@ lint: .venv/package.stamp
 bench: .venv/package.stamp
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/run.py --suite cpu
+	$(BIN)/python benchmarks/run.py --suite production
 
 # Write requirements.lock anew from pyproject.toml and requirements.in. Needs uv (pip install uv).
 lock:
