@@ -240,8 +240,12 @@ class DecodePass {
     }
     with_stored<T>(keys.type, [&](auto stored) {
       using E = decltype(stored);
-      const auto row = [&](int64_t k) { return keys.at<E>(k); };
-      const auto fetch = [&](int64_t k) __attribute__((always_inline)) { ask_for(values, k, 1, p_.value_dim); };
+      const bool even = keys.even();  // then no row has to be looked up
+      const E* const first = keys.at<E>(0);
+      const auto row = [&](int64_t k) { return even ? first + k * keys.row_stride : keys.at<E>(k); };
+      const char* const value = reinterpret_cast<const char*>(values.at<E>(0));
+      const int64_t step = values.row_stride * sizeof(E), bytes = p_.value_dim * sizeof(E);
+      const auto fetch = [&](int64_t k) __attribute__((always_inline)) { ask_for(value + k * step, step, 1, bytes); };
       dots<T, E>(row, fetch, keys.count, one.query, rows, wide, scratch.scores, one.width);
     });
   }

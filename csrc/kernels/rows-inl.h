@@ -39,12 +39,15 @@ struct Rows {
 };
 
 // Ask the memory for some rows that are read soon. Inlined by force: GCC takes what only prefetches for nothing.
-__attribute__((always_inline)) inline void ask_for(const Rows& rows, int64_t first, int64_t count, int64_t width) {
-  const int64_t size = width * size_of(rows.type), step = rows.row_stride * size_of(rows.type);
-  const char* row = static_cast<const char*>(rows.data) + (rows.table.row(rows.first) + first) * step;
+__attribute__((always_inline)) inline void ask_for(const char* row, int64_t step, int64_t count, int64_t bytes) {
   for (int64_t i = 0; i < count; ++i, row += step) {
-    for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(row + at, 0, 2);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
   }
+}
+__attribute__((always_inline)) inline void ask_for(const Rows& rows, int64_t first, int64_t count, int64_t width) {
+  const int64_t size = size_of(rows.type), step = rows.row_stride * size;
+  const char* const row = static_cast<const char*>(rows.data) + rows.table.row(rows.first) * step;
+  ask_for(row + first * step, step, count, width * size);
 }
 
 // Row i of `to` = factors[i] · row i, in whole vectors, zero beyond the width and for padding.
