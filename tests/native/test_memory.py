@@ -57,6 +57,29 @@ def test_a_guard_page_is_felt(place: str, beside: int) -> None:
     assert signal_of(lambda: ctypes.string_at(x.data_ptr() + beside, 1)) == signal.SIGSEGV
 
 
+@engines.EACH_NATIVE
+@pytest.mark.parametrize("size", [16, 48])
+def test_a_page_that_is_none_is_not_read(size: int, backend: str) -> None:
+    """A block of keys that a shorter sequence sees in part names pages of -1 beyond its end; the pool begins after a
+    page without access.
+    """
+    heads, width = 1, 128
+    cache = qkv.PagedKVCache(2, heads, 20, width, page_size=size)
+    pool = cache._pool
+    for name in ("keys", "values"):
+        memory = getattr(pool, name)
+        setattr(pool, name, guards.guarded(memory.numel(), memory.dtype, "start").view(memory.shape).zero_())
+    g = torch.Generator().manual_seed(size)
+    key, value = torch.randn(2, 2, heads, 50, width, generator=g).unbind()
+    cache.append(key, value, lengths=[50, 3])
+    query = torch.randn(2, heads, 1, width, generator=g)
+    assert signal_of(lambda: cache.attend(query, query, query, backend=backend)) == 0
+    found = cache.attend(query, query, query, backend=backend)
+    for b, length in enumerate((50, 3)):
+        k, v = (torch.cat([x[b : b + 1, :, :length], query[b : b + 1]], 2) for x in (key, value))
+        torch.testing.assert_close(found[b : b + 1], qkv.attention(query[b : b + 1], k, v, backend="reference"))
+
+
 def surrounded(x: Tensor, fill: float) -> Tensor:
     """The same numbers with the same strides, and `fill` on both sides and wherever the strides leave a gap."""
     if not x.numel() or 0 in x.stride():
