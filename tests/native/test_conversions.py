@@ -35,7 +35,10 @@ def flags_of(isa: str) -> list[str]:
     listed = dict(re.findall(r"set\((FLAGS_\w+)([^)]*)\)", build))[f"FLAGS_{isa}"]
     while "${" in listed:
         listed = re.sub(r"\$\{(\w+)\}", lambda name: re.search(rf"set\({name[1]}\b([^)]*)\)", build)[1], listed)
-    target = (ROOT / "csrc" / "targets" / f"{isa}.cpp").read_text(encoding="utf-8")
+    folder = ROOT / "csrc" / "targets"
+    target = (folder / f"{isa}.cpp").read_text(encoding="utf-8")
+    if "vectors512.h" in target:
+        target = (folder / "vectors512.h").read_text(encoding="utf-8")
     return [*listed.split(), "-DQKV_BYTES=" + re.search(r"#define QKV_BYTES (\d+)", target)[1]]
 
 
