@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.backends.autograd import Engine, transformed
+from qkv.backends.autograd import Engine, gradients_through, result_of, transformed
 from qkv.backends.base import Backend, Gradients, Incoming, Outcome, Result, Work, pattern_plan, without_autocast
 from qkv.backends.online import forward
 from qkv.dispatch import choose
 from qkv.packing import Packed
 from qkv.patterns.schedule import PatternPlan
-from qkv.problem import Problem, Tensors
+from qkv.problem import Tensors
 from qkv.shapes import values_can_be_seen
 
 
@@ -24,13 +24,13 @@ def run_packed(engine: Engine, packed: Packed, seed: int) -> Result:
     """Answer all documents at once, differentiable in whatever way the call is differentiated."""
     problem, tensors = packed.problem, packed.tensors
     if transformed(tensors) or not values_can_be_seen(tensors.query):
-        return _joined(_asked(problem, outcome) for outcome in _plainly(packed, seed))
+        return _joined(result_of(problem, outcome) for outcome in _plainly(packed, seed))
     plan = packed.plan()
     if problem.needs_grad:
         return Result(*_PackedAttention.apply(engine, packed, plan, seed, *tensors))  # type: ignore[no-untyped-call]
     with torch.no_grad():
         outcome, _ = engine.answer(Work(problem, tensors, plan, seed, packed.packing))
-    return _asked(problem, outcome)
+    return result_of(problem, outcome)
 
 
 def run_one_by_one(backend: Backend, packed: Packed, seed: int) -> Result:
@@ -45,12 +45,6 @@ def _plainly(packed: Packed, seed: int) -> Iterable[Outcome]:
     """Each document by plain differentiable operations."""
     for problem, tensors in packed.documents():
         yield forward(problem, tensors, pattern_plan(problem), seed, careful=True)
-
-
-def _asked(problem: Problem, outcome: Outcome) -> Result:
-    """What the caller asked for."""
-    top = outcome.max_scores if problem.aux.max_scores else None
-    return Result(outcome.output, outcome.lse, top, outcome.entropy if problem.aux.entropy else None)
 
 
 def _joined(results: Iterable[Result]) -> Result:
@@ -78,7 +72,7 @@ class _PackedAttention(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *outcome)
         ctx.question = engine, packed.problem, packed.packing, plan, seed, careful
         ctx.set_materialize_grads(False)
-        result = _asked(packed.problem, outcome)
+        result = result_of(packed.problem, outcome)
         ctx.mark_non_differentiable(*(extra for extra in result[2:] if extra is not None))
         return tuple(result)
 
@@ -104,12 +98,5 @@ def _differentiable(
     """Gradients as functions that can be differentiated again: autograd through plain operations, document by
     document.
     """
-    made = _joined(_asked(packed.problem, outcome) for outcome in _plainly(packed, seed))
-    inputs = [tensor for tensor, needed in zip(packed.tensors, wanted, strict=True) if needed and tensor is not None]
-    pairs = zip(made[:2], grads, strict=True)
-    linked = [(part, grad) for part, grad in pairs if part.requires_grad and grad is not None]
-    if not linked:  # nothing is seen
-        return Gradients(*(None if t is None else torch.zeros_like(t) for t in packed.tensors))
-    outputs, grad_outputs = zip(*linked, strict=True)
-    found = iter(torch.autograd.grad(outputs, inputs, grad_outputs, create_graph=True, allow_unused=True))
-    return Gradients(*(next(found) if needed else None for needed in wanted))
+    made = _joined(result_of(packed.problem, outcome) for outcome in _plainly(packed, seed))
+    return gradients_through((made.output, made.lse), packed.tensors, wanted, grads)

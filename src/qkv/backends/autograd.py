@@ -43,7 +43,7 @@ def run(engine: Engine, problem: Problem, tensors: Tensors, seed: int) -> Result
     else:
         with torch.no_grad():
             outcome, _ = engine.answer(Work(problem, tensors, plan, seed))
-    return _result(problem, outcome)
+    return result_of(problem, outcome)
 
 
 def differentiable_gradients(
@@ -56,9 +56,16 @@ def differentiable_gradients(
 ) -> Gradients:
     """Gradients as functions that can be differentiated again: autograd through the plain forward pass."""
     outcome = forward(problem, tensors, plan, seed, careful=True)
+    return gradients_through((outcome.output, outcome.lse), tensors, wanted, grads)
+
+
+def gradients_through(
+    made: tuple[Tensor, Tensor], tensors: Tensors, wanted: Wanted, grads: tuple[Tensor | None, Tensor | None]
+) -> Gradients:
+    """Gradients that can be differentiated again, through the graph of an output and lse that were made of tensors."""
     inputs = [tensor for tensor, needed in zip(tensors, wanted, strict=True) if needed and tensor is not None]
-    pairs = zip((outcome.output, outcome.lse), grads, strict=True)
-    linked = [(made, grad) for made, grad in pairs if made.requires_grad and grad is not None]
+    pairs = zip(made, grads, strict=True)
+    linked = [(part, grad) for part, grad in pairs if part.requires_grad and grad is not None]
     if not linked:  # nothing is seen
         return Gradients(*(None if t is None else torch.zeros_like(t) for t in tensors))
     outputs, grad_outputs = zip(*linked, strict=True)
@@ -66,7 +73,7 @@ def differentiable_gradients(
     return Gradients(*(next(found) if needed else None for needed in wanted))
 
 
-def _result(problem: Problem, outcome: Outcome) -> Result:
+def result_of(problem: Problem, outcome: Outcome) -> Result:
     """What the caller asked for."""
     top = outcome.max_scores if problem.aux.max_scores else None
     return Result(outcome.output, outcome.lse, top, outcome.entropy if problem.aux.entropy else None)
@@ -100,7 +107,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *outcome)
         ctx.question = engine, problem, plan, seed, careful
         ctx.set_materialize_grads(False)
-        result = _result(problem, outcome)
+        result = result_of(problem, outcome)
         ctx.mark_non_differentiable(*(extra for extra in result[2:] if extra is not None))
         return tuple(result)
 

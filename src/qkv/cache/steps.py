@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qkv.attention import warn_if_all_hidden
-from qkv.backends.autograd import Engine, transformed
+from qkv.backends.autograd import Engine, result_of, transformed
 from qkv.backends.base import Backend, Pages, Result, Work, pattern_plan, without_autocast
 from qkv.backends.cpu import Cpu, Prepared
 from qkv.cache.within import looks_back, within
@@ -141,9 +141,7 @@ def _in_place(problem: Problem, tensors: Tensors, engine: Engine, pages: Pages |
     """The answer of an engine that reads S keys where they lie, whatever lies around them."""
     with torch.no_grad():
         outcome, _ = engine.answer(Work(problem, tensors, pattern_plan(problem), 0, None, pages))
-    aux = problem.aux
-    top = outcome.max_scores if aux.max_scores else None
-    return Result(outcome.output, outcome.lse, top, outcome.entropy if aux.entropy else None)
+    return result_of(problem, outcome)
 
 
 def reads_in_place(problem: Problem, tensors: Tensors, backend: Backend) -> bool:
