@@ -26,22 +26,25 @@ FLOORS = {
     **dict.fromkeys(
         (
             *("attention", "cache", "dispatch", "in_graph", "merging", "operators", "packed_run", "packing"),
-            *("planning", "remembered", "varlen", "weights"),
+            *("linear", "planning", "remembered", "varlen", "weights"),
         ),
         4,
     ),
     "nn": 5,
     "models": 6,
-    **dict.fromkeys(("explain", "demo", "info"), 7),
+    **dict.fromkeys(("compare", "explain", "demo", "info"), 7),
     **dict.fromkeys(("cli", "__main__"), 8),
 }
 # Files of these names in one folder, with those named after them (blockwise_backward), never import one another.
 APART = {
     "backends": {"reference", "blockwise", "sdpa", "cpu", "flex", "triton"},
-    "cli": {"demo", "explain", "info", "show"},
+    "cli": {"compare", "demo", "explain", "info", "show"},
 }
 # Siblings on floor 7, as (importer, imported): only `demo` may show the others.
-SIBLINGS = {("explain", "info"), ("explain", "demo"), ("info", "demo"), ("info", "explain")}
+SIBLINGS = {
+    *(("explain", "info"), ("explain", "demo"), ("explain", "compare"), ("info", "demo"), ("info", "explain")),
+    *(("info", "compare"), ("compare", "explain"), ("compare", "info"), ("compare", "demo")),
+}
 # The compiled module, which may be absent, and the only module that asks for it.
 COMPILED, ASKS = "qkv._native", "qkv.backends.extension"
 OPTIONAL = {"safetensors", "tokenizers", "matplotlib", "transformers"}

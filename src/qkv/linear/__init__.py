@@ -1,0 +1,1 @@
+"""The linear family: attention by a state of fixed size, in time that follows the length."""
