@@ -43,6 +43,7 @@ bench: .venv/package.stamp
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/run.py --suite cpu
 	$(BIN)/python benchmarks/run.py --suite production
+	$(BIN)/python benchmarks/run.py --suite linear
 
 # Write requirements.lock anew from pyproject.toml and requirements.in. Needs uv (pip install uv).
 lock:

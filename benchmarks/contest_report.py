@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from goals import LENGTHS, Goal
+from goals import Goal
 from report import canvas, logarithmic
 from timing import Clock
 
@@ -15,6 +15,8 @@ WIDE = 58  # of a name
 EXPLAINED = {  # by what the names of figures hold
     "growth/": "growth: the exponent of time in L",
     "memory/": "memory: the peak beyond inputs and outputs, in sizes of one input",
+    "held/": "held: inputs and what the call adds at its peak, over inputs, results and a state every 64 tokens",
+    "/step/": "step, of peak: a loop that reads and writes the state alone, in turn with ours",
     "/decode": "decode, of peak: a loop that reads the visible keys and values alone, in turn with ours",
 }
 UNITS = {"ms": 1e3, "MB": 1e-6}  # of a second, of a byte
@@ -43,6 +45,7 @@ class Outcome:
     their_of_peak: float | None = None
     limit: float | None = None  # what the value would be at the loop's rate, where that is the limit
     share: float | None = None  # of the error bound that our result uses
+    rival: str = ""  # which of several forms was the fastest
     points: list[tuple[int, float]] = field(default_factory=list)  # lengths and seconds
 
     @property
@@ -71,7 +74,9 @@ def line(row: Outcome) -> str:
         aim = f"{row.goal.aim:.0%}" if row.goal.aim_of == "peak" else f"{row.goal.aim:g}"
         goal = f"  {row.goal.side:<9}{row.goal.least:>5g}{aim:>6}  {row.verdict:<6}"
     peaks = "".join(f"{'' if part is None else f'{part:.0%}':>8}" for part in (row.of_peak, row.their_of_peak))
-    return f"{row.name:<{WIDE}}{times}{goal}{peaks}{'' if row.share is None else f'{row.share:.4f}':>8}".rstrip()
+    share = "" if row.share is None else f"{row.share:.4f}"
+    rival = f"  {row.rival}" if row.rival else ""
+    return f"{row.name:<{WIDE}}{times}{goal}{peaks}{share:>8}{rival}".rstrip()
 
 
 def _amount(amount: float | None, unit: str) -> str:
@@ -133,7 +138,8 @@ def _growth(axis: Any, grown: Sequence[Outcome]) -> None:
         style = "--" if "+backward" in row.name else "-"
         name = row.name.removeprefix("growth/")
         axis.plot(*zip(*row.points, strict=True), style, marker="o", ms=4, label=f"{name}: {row.value:.2f}")
-    logarithmic(axis, LENGTHS, "seconds against L, with the exponent")
+    lengths = sorted({tokens for row in grown for tokens, _ in row.points})
+    logarithmic(axis, lengths, "seconds against L, with the exponent")
     axis.tick_params(axis="x", labelsize=8)
     axis.legend(fontsize=8, frameon=False)
 

@@ -63,7 +63,8 @@ class Race(NamedTuple):
 
     @property
     def is_quick(self) -> bool:
-        return self.tokens <= QUICK_LONGEST and (self.against.startswith("sdpa") or self.baseline is not None)
+        known = self.against.startswith(("sdpa", "torch", "transformers"))
+        return self.tokens <= QUICK_LONGEST and (known or self.baseline is not None)
 
 
 class Weight(NamedTuple):
@@ -81,8 +82,23 @@ class Weight(NamedTuple):
     is_quick = False
 
 
+class Held(NamedTuple):
+    """Inputs and what our call adds to them at its peak, over what it must hold: inputs, results and checkpoints."""
+
+    direction: Direction
+    case: str
+    tokens: int
+    goal: Goal
+
+    @property
+    def name(self) -> str:
+        return f"held/{self.direction}/{self.case}/{self.tokens}"
+
+    is_quick = False
+
+
 class Growth(NamedTuple):
-    """The exponent in L of our time over LENGTHS."""
+    """The exponent in L of our time over LENGTHS, or LINEAR_LENGTHS in the suite `linear`."""
 
     direction: Direction
     case: str
@@ -95,8 +111,8 @@ class Growth(NamedTuple):
     is_quick = False
 
 
-Figure: TypeAlias = Race | Weight | Growth
-Suite: TypeAlias = Literal["cpu", "production"]
+Figure: TypeAlias = Race | Weight | Held | Growth
+Suite: TypeAlias = Literal["cpu", "production", "linear"]
 
 
 def _at_most(value: float, aim: float | None = None) -> Goal:
@@ -217,7 +233,41 @@ PRODUCTION: tuple[Figure, ...] = (
     *DECODING,
     *PACKING,
 )
-FIGURES: dict[Suite, tuple[Figure, ...]] = {"cpu": CPU, "production": PRODUCTION}
+
+# The linear family. "torch" is the fastest of three chunked forms in torch, "transformers" its functions for a CPU.
+LINEAR_LENGTHS = (4_096, 16_384, LONG, 262_144)
+LINEAR_RACES = (
+    Race("forward", "linear", 4_096, 64, Goal(2.5, 5), "torch"),
+    Race("forward", "linear", 4_096, 128, Goal(1.6, 3), "torch"),
+    Race("forward", "decay", 4_096, 64, Goal(3, 5), "torch"),
+    Race("forward", "decay", 4_096, 128, Goal(2, 3), "torch"),
+    Race("forward", "gated-delta", 4_096, 64, Goal(3.5, 6), "torch"),
+    Race("forward", "gated-delta", 4_096, 128, Goal(2.2, 4), "torch"),
+    Race("forward", "gated-delta", 4_096, 64, Goal(7, 15), "transformers"),
+    Race("forward", "gated-delta", 4_096, 128, Goal(4.4, 8), "transformers"),
+    Race("forward", "kimi-delta", 1_024, 64, Goal(120, 250), "transformers"),
+    Race("forward", "kimi-delta", 1_024, 128, Goal(90, 250), "transformers"),
+    Race("forward", "kimi-delta", 4_096, 64, None, "torch"),
+    Race("forward", "kimi-delta", 4_096, 128, None, "torch"),
+    Race("forward+backward", "gated-delta", 4_096, 64, Goal(2.5, 4), "torch"),
+    Race("forward+backward", "gated-delta", 4_096, 64, Goal(10, 20), "transformers"),
+    Race("forward+backward", "gated-delta", 4_096, 128, None, "torch"),
+    *(Race("forward+backward", case, 4_096, 64, None, "torch") for case in ("linear", "decay", "kimi-delta")),
+    Race("forward", "step", 1, 128, Goal(8, 0.7, aim_of="peak"), "transformers", calls=50),
+    Race("forward", "step", 1, 128, None, "torch", calls=50),
+)
+LINEAR_CASES = ("linear", "decay", "gated-delta", "kimi-delta")
+LINEAR: tuple[Figure, ...] = (
+    *LINEAR_RACES,
+    *(Race("forward", case, 1_024, 64, None, "torch") for case in LINEAR_CASES),  # what --quick has
+    *(Race("forward", case, 4_096, 64, None, "torch", dtype=BF16) for case in LINEAR_CASES),
+    Race("forward", "gated-delta", 4_096, 64, None, "transformers", dtype=BF16),
+    *(Growth("forward", case, _at_most(1.05)) for case in LINEAR_CASES),
+    Growth("forward+backward", "gated-delta", _at_most(1.05)),
+    *(Held("forward", case, 16_384, _at_most(1.05, 1)) for case in LINEAR_CASES),
+    *(Held("forward+backward", case, 16_384, _at_most(1.05, 1)) for case in LINEAR_CASES),
+)
+FIGURES: dict[Suite, tuple[Figure, ...]] = {"cpu": CPU, "production": PRODUCTION, "linear": LINEAR}
 
 
 def chosen(words: list[str], *, quick: bool, threads: int, suite: Suite = "cpu") -> tuple[Figure, ...]:

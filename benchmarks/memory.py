@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+import linear_cases
+import linear_peers
 from peers import CONTENDERS
 from registry import BY_NAME, Contender, Direction, make_data, recording
 
-from qkv.demo import memory
+from qkv.compare import memory
 
 TINY = 64  # tokens of the call that sets up what libraries set up once
 
@@ -50,8 +52,12 @@ def measure(asked: Sequence[object]) -> int:
 
 
 def _contender(question: Question, tokens: int) -> Contender:
-    case = BY_NAME[question.case]
-    contender = CONTENDERS[question.contender](case, make_data(tokens, case))
+    if question.case in linear_cases.BY_NAME:
+        linear = linear_cases.BY_NAME[question.case]
+        contender = linear_peers.CONTENDERS[question.contender](linear, linear_cases.make_data(tokens, linear))
+    else:
+        case = BY_NAME[question.case]
+        contender = CONTENDERS[question.contender](case, make_data(tokens, case))
     assert isinstance(contender, Contender)
     return contender
 

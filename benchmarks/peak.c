@@ -120,3 +120,19 @@ long long read_run(const unsigned char *const *starts, const long *sizes, long c
     for (int i = 0; i < (int)(bytes / 8); ++i) rest ^= sum[0][i];
     return rest;
 }
+
+/* Reads every byte of so many pieces of memory and writes it back with some bits flipped: twice leaves them as they were. */
+void update_run(unsigned char *const *starts, const long *sizes, long count, long long flip) {
+    enum { wide = 8 };
+    typedef long long words __attribute__((vector_size(bytes), aligned(1)));
+    words by = {0};
+    for (int i = 0; i < (int)(bytes / 8); ++i) by[i] = flip;
+    for (long piece = 0; piece < count; ++piece) {
+        unsigned char *at = starts[piece], *end = at + sizes[piece];
+        for (; end - at >= (long)(wide * bytes); at += wide * bytes) {
+#pragma GCC unroll 8
+            for (int i = 0; i < wide; ++i) *(words *)(at + i * bytes) ^= by;
+        }
+        while (at < end) *at++ ^= (unsigned char)flip;
+    }
+}

@@ -1,7 +1,7 @@
 """What one core could do at most: the loops of peak.c, compiled for this processor, and torch's sgemm.
 
 Arithmetic: fused multiply-adds in float32, and products of bfloat16 in registers and in tiles, where the processor has
-such units. Memory: a loop that reads and does nothing else.
+such units. Memory: a loop that reads and does nothing else, and one that reads and writes back.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
         run.argtypes = ctypes.c_long, ctypes.c_float, ctypes.c_float
     library.read_run.restype = ctypes.c_longlong
     library.read_run.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long
+    library.update_run.restype = None
+    library.update_run.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_longlong
     return library
 
 
@@ -91,11 +93,25 @@ def reader(pieces: Sequence[Tensor]) -> Callable[[], object] | None:
     library = loop()
     if library is None:
         return None
+    starts, sizes, held = _places(pieces)
+    return lambda: library.read_run(starts, sizes, len(held))
+
+
+def updater(pieces: Sequence[Tensor], flip: int = 1) -> Callable[[], object] | None:
+    """A call that reads and writes contiguous pieces of memory, flipping bits of each; None without a compiler."""
+    library = loop()
+    if library is None:
+        return None
+    starts, sizes, held = _places(pieces)
+    return lambda: library.update_run(starts, sizes, len(held), flip)
+
+
+def _places(pieces: Sequence[Tensor]) -> tuple[object, object, list[Tensor]]:
+    """Where they begin, their bytes, and the tensors themselves, which must stay while a loop runs over them."""
     assert all(piece.is_contiguous() for piece in pieces)
     starts = (ctypes.c_void_p * len(pieces))(*(piece.data_ptr() for piece in pieces))
     sizes = (ctypes.c_long * len(pieces))(*(piece.nbytes for piece in pieces))
-    held = list(pieces)
-    return lambda: library.read_run(starts, sizes, len(held))
+    return starts, sizes, list(pieces)
 
 
 def sgemm(threads: int = 1) -> float:

@@ -23,8 +23,15 @@ from peers import OURS
 from registry import FAMILIES
 from report import Suite, told, write
 
+from linear import Linear
+
 # The backend that each suite is about, and the name of its results.
-SUITES = {"families": ("blockwise", "blockwise"), "cpu": ("cpu", "cpu"), "production": ("cpu", "production")}
+SUITES = {
+    "families": ("blockwise", "blockwise"),
+    "cpu": ("cpu", "cpu"),
+    "production": ("cpu", "production"),
+    "linear": ("cpu", "linear"),
+}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -36,7 +43,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--only", type=_words, default=[], metavar="A,B", help="figures whose name holds one of these; families by name"
     )
     parser.add_argument("--list", action="store_true", help="print the names for --only and end")
-    parser.add_argument("--backend", choices=OURS, help="default: the one that the suite is about")
+    parser.add_argument("--backend", choices=(*OURS, "chunked"), help="default: the one that the suite is about")
     parser.add_argument("--threads", type=int, default=1, help="more than one: by the clock on the wall; not families")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     parser.add_argument("--name", help="of the result files; default: the suite's own")
@@ -51,6 +58,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     other = "" if given.backend == backend else f"-{given.backend}"
     threads = "" if given.threads == 1 else f"-{given.threads}-threads"
     given.name = given.name or (None if given.quick else f"{name}{other}{threads}")
+    if given.suite == "linear" and given.backend == "blockwise":
+        parser.error("--backend blockwise has no linear family: leave it out")
     given.figures = ()
     if given.suite != "families":
         given.figures = chosen(given.only, quick=given.quick, threads=given.threads, suite=given.suite)
@@ -63,15 +72,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def suite_of(given: argparse.Namespace) -> Suite:
     """What the command line asks for."""
     if given.suite != "families":
-        return Contest(
-            name=given.suite,
-            figures=given.figures,
-            backend=given.backend,
-            threads=given.threads,
-            budget=0.4 if given.quick else 3.0,
-            least=3 if given.quick or given.suite == "production" else 5,  # some of its calls take ten seconds
-            most=9 if given.quick else 41,
-        )
+        options = {
+            "figures": given.figures,
+            "backend": given.backend,
+            "threads": given.threads,
+            "budget": 0.4 if given.quick else 3.0,
+            "least": 5 if given.suite == "cpu" and not given.quick else 3,  # some calls of the others take seconds
+            "most": 9 if given.quick else 41,
+        }
+        return Linear(**options) if given.suite == "linear" else Contest(name=given.suite, **options)
     return Families(
         cases=given.cases,
         lengths=tuple(given.lengths or (QUICK if given.quick else LENGTHS)),

@@ -1,23 +1,30 @@
-"""Times and what is made of them: thread CPU time, interleaved pairs, the median of pair ratios, the exponent in L."""
+"""Times of two contenders and what is made of them: interleaved pairs, the median of pair ratios.
+
+What `qkv compare` measures by as well (samples, medians, the exponent in L) comes from there.
+"""
 
 from __future__ import annotations
 
 import gc
-import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple
 
-T = TypeVar("T")
-Clock: TypeAlias = Literal["cpu", "wall"]
+from qkv.compare.timing import Clock, Sample, exponent, median, timed
 
-
-class Sample(NamedTuple):
-    """Seconds of one run: of this thread on its core, and on the clock on the wall."""
-
-    cpu: float
-    wall: float
+__all__ = [
+    "Pair",
+    "Sample",
+    "count",
+    "exponent",
+    "interleave",
+    "median",
+    "ratio",
+    "ratios",
+    "repeat",
+    "spread",
+    "timed",
+]
 
 
 class Pair(NamedTuple):
@@ -25,15 +32,6 @@ class Pair(NamedTuple):
 
     mine: Sample
     theirs: Sample
-
-
-def timed(call: Callable[[], T], calls: int = 1) -> tuple[Sample, T]:
-    """Seconds a run, the mean of so many in a row, and the last result."""
-    wall, cpu = time.perf_counter(), time.thread_time()
-    for _ in range(calls - 1):
-        call()
-    result = call()
-    return Sample((time.thread_time() - cpu) / calls, (time.perf_counter() - wall) / calls), result
 
 
 def repeat(call: Callable[[], object], first: Sample, *, budget: float, least: int = 1, most: int = 7) -> list[Sample]:
@@ -66,10 +64,6 @@ def count(seconds: float, *, budget: float, least: int, most: int) -> int:
     return max(least, min(most, int(budget / max(seconds, 1e-9))))
 
 
-def median(samples: Sequence[Sample]) -> Sample:
-    return Sample(*(statistics.median(side) for side in zip(*samples, strict=True)))
-
-
 def ratios(pairs: Sequence[Pair], clock: Clock = "cpu") -> list[float]:
     """How many times as long theirs takes, pair by pair."""
     return [getattr(pair.theirs, clock) / getattr(pair.mine, clock) for pair in pairs]
@@ -83,11 +77,3 @@ def ratio(pairs: Sequence[Pair], clock: Clock = "cpu") -> float:
 def spread(pairs: Sequence[Pair], clock: Clock = "cpu") -> tuple[float, float]:
     """The least and the greatest ratio of a pair."""
     return min(ratios(pairs, clock)), max(ratios(pairs, clock))
-
-
-def exponent(lengths: Sequence[int], values: Sequence[float]) -> float | None:
-    """The a of value ~ L^a by least squares on the logarithms; None for fewer than two lengths."""
-    if len(lengths) < 2:
-        return None
-    x, y = [math.log(n) for n in lengths], [math.log(value) for value in values]
-    return statistics.linear_regression(x, y).slope

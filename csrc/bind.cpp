@@ -5,31 +5,25 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <new>
 #include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "abi.h"
+#include "bind_run.h"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace qkv {
+
+unsigned long main_thread;
+
 namespace {
 
-using Address = uintptr_t;
 using Four = std::array<int64_t, 4>;
-
-template <class T = void>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);  // NOLINT(performance-no-int-to-ptr)
-}
 
 void copy(const Four& from, int64_t (&to)[4]) { std::copy(from.begin(), from.end(), to); }
 
@@ -83,38 +77,6 @@ Bias bias(const std::optional<BiasTuple>& given) {
   copy(size, made.size);
   copy(stride, made.stride);
   return made;
-}
-
-unsigned long main_thread;  // that handles signals, as Python names it
-
-// Before 3.14, Python ends a thread that asks for the GIL when the interpreter is gone. That cannot end well among C++
-// frames, so the thread rests here until the process is gone too.
-void take_gil(PyThreadState* state) {
-  try {
-    PyEval_RestoreThread(state);
-  } catch (...) {
-    for (;;) pause();
-  }
-}
-
-// Runs in the thread that called, which gave its GIL away and put its state here.
-int32_t ask_python(void* context) {
-  auto& state = *static_cast<PyThreadState**>(context);
-  take_gil(state);
-  const int raised = PyErr_CheckSignals();
-  state = PyEval_SaveThread();
-  return raised;
-}
-
-// Compute without the GIL; the error of a call that ended early is Python's.
-template <class Compute>
-void run(int32_t threads, Compute compute) {
-  PyThreadState* state = PyEval_SaveThread();
-  const bool asks = PyThread_get_thread_ident() == main_thread;
-  const Status status = compute(Run{threads, asks ? ask_python : nullptr, &state});
-  take_gil(state);
-  if (status == Status::interrupted) nb::raise_python_error();
-  if (status == Status::out_of_memory) throw std::bad_alloc();
 }
 
 class Call {
@@ -201,6 +163,9 @@ NB_MODULE(_native, module) {
   module.def("isa", &qkv::isa);
   module.def("available_isas", &qkv::available);
   module.def("choose_isa", &qkv::choose_isa, "name"_a);
+
+  qkv::bind_linear(module);
+  qkv::bind_beside(module);
 
   nb::class_<OwnedPlan>(module, "Plan")
       .def(nb::init<const std::vector<std::vector<qkv::PartTuple>>&, qkv::Address, int64_t, int64_t>(), "members"_a,

@@ -80,8 +80,13 @@ def test_every_figure_can_be_asked_for(suite):
     assert len(set(names)) == len(names)
     assert max(map(len, names)) <= report.WIDE
     for figure in goals.FIGURES[suite]:
-        assert figure.case in registry.BY_NAME
         assert goals.chosen([figure.name], quick=False, threads=1, suite=suite)[0] == figure
+
+
+@pytest.mark.parametrize("suite", ["cpu", "production"])
+def test_every_figure_has_its_case_and_its_contenders(suite):
+    for figure in goals.FIGURES[suite]:
+        assert figure.case in registry.BY_NAME
         if isinstance(figure, goals.Race):
             assert figure.against in {*peers.CONTENDERS, "ours"}
             assert figure.baseline is None or figure.baseline in registry.BY_NAME

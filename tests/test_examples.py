@@ -19,7 +19,10 @@ SHOWS = {
     "04_plan_and_weights.py": r"causal alone would take 1366 times the arithmetic",
     "05_merge.py": r"merged and whole differ by at most \d(e-1\d|e\+00)",
     "decode.py": r"RollingKVCache +100% the same tokens, length 339, .* bytes",
+    "linear.py": r"whole and steps differ by at most \d(e-0\d|e\+00)",
+    "linear_layers.py": r"(9\d|100)% of the lines are answered; a guess would be 17%",
     "packed.py": r"packed and padded differ by at most \d(e-0\d|e\+00)",
+    "recurrent_decode.py": r"by guesses: 100% the same words in \d+ steps instead of 299",
     "explain_article.py": r" +P = exp / sum, rows sum to 1 +P +k0 +k1 +k2 +k3 +k4 +k5",
     "embed_sentences.py": r" +0\.\d+  A refund is paid within two weeks\.",
 }

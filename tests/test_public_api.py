@@ -16,13 +16,18 @@ PATTERNS = {
     *("random_blocks", "block_local", "documents", "key_lengths", "key_padding", "mask", "blocks", "neighborhood"),
     *("windows2d", "axial", "where", "longformer", "bigbird", "sparse_transformer", "per_head", "parse"),
 }
+LINEAR = {
+    *("linear_attention", "retention", "gated_linear_attention", "delta_rule", "gated_delta_rule"),
+    *("kimi_delta_attention", "ssd", "short_convolution", "gated_rms_norm", "l2_norm", "RecurrentState"),
+    *("FavorFeatures", "HedgehogFeatures", "SoftmaxFeatures", "TaylorFeatures"),
+}
 RECORDS = {"AuxRequest", "AuxOutput", "TopK", "Pattern", "Plan", "Merged"}
 ERRORS = {  # in qkv.errors
     *("QkvError", "ShapeError", "MaskError", "ValueOutOfRange", "LayoutError", "DTypeError", "DeviceError"),
     *("UnsupportedError", "SizeLimit", "UnknownName", "PatternSyntaxError", "CheckpointError"),
     *("InvertedMaskWarning", "AddedMaskWarning"),
 }
-PUBLIC = CALLS | CACHES | SCORES | PATTERNS | RECORDS
+PUBLIC = CALLS | CACHES | SCORES | PATTERNS | LINEAR | RECORDS
 
 
 def names(module: ModuleType) -> set[str]:

@@ -48,6 +48,8 @@ class Looping:
         )
         assert q.shape[0] == k.shape[0] == v.shape[0] == 1
         assert plan.index.shape in {(problem.batch, 1), (problem.batch, problem.heads)}
+        # Wide, as the core adds them: gradients of what documents share are summed before they are rounded.
+        bias, sinks = (None if x is None else x.to(problem.compute_dtype) for x in (bias, sinks))
         found = []
         packed = Packed(problem, work.tensors, packing)
         for n in range(problem.batch):
@@ -159,6 +161,25 @@ def test_the_result_is_that_of_a_loop(packed_engine: str, dtype: torch.dtype) ->
             assert all(torch.equal(a[rows], b[rows]) for rows in LONG)
         limit = 8 * torch.finfo(dtype).eps
         torch.testing.assert_close(a, b, rtol=limit, atol=limit)
+
+
+@ONE_EACH
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_what_documents_share_are_rounded_once(packed_engine: str, dtype: torch.dtype) -> None:
+    """Bit for bit those of the same numbers in float32, rounded, however many documents add to them."""
+    query, key, value = inputs(dtype)
+    leaves = {
+        "sinks": (normal(H), lambda x: {"sinks": x}),
+        "slopes": (normal(H), lambda x: {"bias": qkv.alibi(x)}),
+        "table": (normal(H, 7), lambda x: {"bias": qkv.relative(x)}),
+        "tensor": (normal(1, H, 1, 1), lambda x: {"bias": x, "sinks": torch.zeros(H)}),
+    }
+    for name, (numbers, given) in leaves.items():
+        grads = []
+        for leaf in (numbers.to(dtype).requires_grad_(), numbers.to(dtype).float().requires_grad_()):
+            out = varlen_attention(query, key, value, CU, pattern=qkv.causal(), backend=packed_engine, **given(leaf))
+            grads += torch.autograd.grad(out, leaf, normal(*out.shape, seed=7, dtype=dtype))
+        assert torch.equal(grads[0], grads[1].to(dtype)), name
 
 
 @ONE_EACH

@@ -16,12 +16,12 @@ constexpr int64_t TOGETHER = 4;  // query tiles that share each block of keys an
 
 // (pass.*method)(unit, scratch, worker) for every unit. A Scratch is made from the problem and an arena, in which it
 // takes its pieces, and then prepared.
-template <class Pass, class Scratch>
-Status each(Pass& pass, const Problem& problem, const Run& run, int64_t units,
+template <class Pass, class Asked, class Scratch>
+Status each(Pass& pass, const Asked& problem, const Run& run, int64_t units,
             void (Pass::*method)(int64_t, Scratch&, Worker&)) {
   struct Job {
     Pass& pass;
-    const Problem& problem;
+    const Asked& problem;
     void (Pass::*method)(int64_t, Scratch&, Worker&);
     size_t bytes;
   };

@@ -5,7 +5,7 @@
 
 namespace qkv {
 
-const Kernels KERNELS_AMX{"amx", run_pairs_forward, run_pairs_backward};
+const Kernels KERNELS_AMX{"amx", run_pairs_forward, run_pairs_backward, &LINEAR_AVX512};
 
 // Whether a product on the tiles of this processor is what it should be.
 bool amx_works() {

@@ -5,6 +5,6 @@
 
 namespace qkv {
 
-const Kernels KERNELS_AVX2{"avx2", run_forward, run_backward};
+const Kernels KERNELS_AVX2{"avx2", run_forward, run_backward, &LINEAR_AVX2};
 
 }  // namespace qkv

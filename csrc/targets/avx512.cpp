@@ -3,6 +3,6 @@
 
 namespace qkv {
 
-const Kernels KERNELS_AVX512{"avx512", run_forward, run_backward};
+const Kernels KERNELS_AVX512{"avx512", run_forward, run_backward, &LINEAR_AVX512};
 
 }  // namespace qkv

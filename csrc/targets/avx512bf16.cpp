@@ -4,6 +4,6 @@
 
 namespace qkv {
 
-const Kernels KERNELS_AVX512BF16{"avx512bf16", run_pairs_forward, run_pairs_backward};
+const Kernels KERNELS_AVX512BF16{"avx512bf16", run_pairs_forward, run_pairs_backward, &LINEAR_AVX512};
 
 }  // namespace qkv

@@ -5,6 +5,6 @@
 
 namespace qkv {
 
-const Kernels KERNELS_NEON{"neon", run_forward, run_backward};
+const Kernels KERNELS_NEON{"neon", run_forward, run_backward, &LINEAR_NEON};
 
 }  // namespace qkv

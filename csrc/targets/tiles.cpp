@@ -7,6 +7,6 @@
 
 namespace qkv {
 
-const Kernels KERNELS_TILES{"tiles", run_pairs_forward, run_pairs_backward};
+const Kernels KERNELS_TILES{"tiles", run_pairs_forward, run_pairs_backward, &LINEAR_AVX512};
 
 }  // namespace qkv

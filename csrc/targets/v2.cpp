@@ -5,6 +5,6 @@
 
 namespace qkv {
 
-const Kernels KERNELS_V2{"v2", run_forward, run_backward};
+const Kernels KERNELS_V2{"v2", run_forward, run_backward, &LINEAR_V2};
 
 }  // namespace qkv

@@ -1,7 +1,7 @@
 # The module that csrc/bind.cpp makes. Pointers are integers, 0 where there is nothing; what they point to must outlive
 # the call, and for a Plan the Plan.
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 ABI: int
 
@@ -14,6 +14,12 @@ _Bias: TypeAlias = tuple[int, int, _Four, _Four]  # kind, type, sizes, strides
 def isa() -> str: ...
 def available_isas() -> list[str]: ...
 def choose_isa(name: str) -> bool: ...
+
+# csrc/bind_beside.cpp tells the arguments, which are positional.
+def convolution(*asked: Any) -> None: ...
+def convolution_backward(*asked: Any) -> None: ...
+def norm(*asked: Any) -> None: ...
+def norm_backward(*asked: Any) -> None: ...
 
 class Plan:
     def __init__(
@@ -80,4 +86,55 @@ class Call:
         grad_value: int,
         grad_bias: int,
         grad_sinks: int,
+    ) -> None: ...
+
+_Three: TypeAlias = tuple[int, ...]  # strides of batch, head and token
+
+class Recurrence:
+    def __init__(
+        self,
+        sizes: tuple[int, int, int, int, int, int],  # N, H, K, L, D, V
+        types: tuple[int, ...],  # of q, k, v, of the gate, of beta, of the output
+        kinds: tuple[int, int, int, int],  # gate, feature, delta, normalize
+        scale: float,
+        starts: list[int],
+        query: _Three,
+        key: _Three,
+        value: _Three,
+        gate: _Three,
+        beta: _Three,
+        output: _Three,
+    ) -> None: ...
+    def forward(
+        self,
+        threads: int,
+        query: int,
+        key: int,
+        value: int,
+        gate: int,
+        beta: int,
+        before: int,
+        output: int,
+        after: int,
+        checkpoints: int,
+    ) -> None: ...
+    def backward(
+        self,
+        threads: int,
+        strides: tuple[_Three, ...],  # of the gradients of the output, q, k and v
+        query: int,
+        key: int,
+        value: int,
+        gate: int,
+        beta: int,
+        checkpoints: int,
+        output: int,
+        grad_output: int,
+        grad_after: int,
+        grad_query: int,
+        grad_key: int,
+        grad_value: int,
+        grad_gate: int,
+        grad_beta: int,
+        grad_before: int,
     ) -> None: ...

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from qkv.cli.main import main
-from qkv.demo import families, memory, report, sentences
+from qkv.compare import memory
+from qkv.compare.memory import MemoryProbe
+from qkv.demo import families, report, sentences
 from qkv.demo.contenders import Call, sdpa
 from qkv.demo.families import Cost, Inputs, Row
-from qkv.demo.memory import MemoryProbe
 from qkv.demo.probe import CONTENDERS, Question, measure
 from qkv.demo.sentences import KnownValue
 from qkv.demo.text import TEXT, shifted_windows

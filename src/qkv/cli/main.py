@@ -18,6 +18,7 @@ from qkv.errors import QkvError, unknown_name
 from qkv.version import __version__
 
 COMMANDS = {
+    "compare": "measure what each family of attention costs on this machine: time, memory, crossings",
     "demo": "run attention on a real text with a real model: numbers, table, pictures",
     "explain": "show every step of one attention call, number by number",
     "show": "draw a pattern in text, with its pairs and density",

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qkv.compare.memory import MemoryProbe
 from qkv.demo.contenders import ours, sdpa
-from qkv.demo.memory import MemoryProbe
 from qkv.demo.probe import Question
 from qkv.demo.text import TEXT, shifted_windows
 from qkv.models.minilm import MiniLM

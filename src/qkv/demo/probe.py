@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from qkv.compare.memory import added_peak, serve
 from qkv.demo.contenders import Call, ours, sdpa
-from qkv.demo.memory import added_peak, serve
 from qkv.patterns import parse
 
 CONTENDERS = {"qkv": ours, "sdpa": sdpa}

@@ -1,0 +1,223 @@
+// The linear family, forward: each unit takes some columns of one head through all tokens of one sequence.
+#pragma once
+
+#include "columns-inl.h"
+#include "step-inl.h"
+
+namespace {
+
+using qkv::RecurrenceForward;
+
+template <class T>
+struct RecurrenceScratch {
+  ChunkScratch<T> chunk;
+  int64_t columns;  // of a part, in whole tiles of either kind
+  T *state;         // (tiles, D, TILE_WIDTH)
+  T *value, *output;  // (CHUNK, columns)
+  T *factors;         // (CHUNK): 1 over the denominator
+
+  RecurrenceScratch(const Recurrence& p, Arena& arena) : chunk(p, arena) {
+    const int64_t part = least(PART, p.value_dim);
+    columns = blocks_of(part, STEP_WIDTH<T>) * STEP_WIDTH<T>;  // and whole tiles
+    state = arena.take<T>(p.key_dim * columns);
+    value = arena.take<T>(CHUNK * columns);
+    output = arena.take<T>(CHUNK * columns);
+    factors = arena.take<T>(CHUNK);
+  }
+  void prepare(const Recurrence& p) { chunk.prepare(p); }
+};
+
+// Rows of a state (D, W), from a column on, as a part's tiles keep them, and back. Null: zeros.
+template <class T>
+inline void load_state(const T* from, int64_t width, int64_t rows, int64_t columns, T* tiles) {
+  for (int64_t c = 0; c < columns; c += TILE_WIDTH<T>) {
+    const int64_t some = least(TILE_WIDTH<T>, columns - c);
+    for (int64_t i = 0; i < rows; ++i, tiles += TILE_WIDTH<T>) {
+      for (int64_t j = 0; j < TILE_WIDTH<T>; ++j) tiles[j] = from && j < some ? from[i * width + c + j] : 0;
+    }
+  }
+}
+
+template <class T>
+inline void store_state(const T* tiles, int64_t width, int64_t rows, int64_t columns, T* to) {
+  for (int64_t c = 0; c < columns; c += TILE_WIDTH<T>) {
+    const int64_t some = least(TILE_WIDTH<T>, columns - c);
+    for (int64_t i = 0; i < rows; ++i, tiles += TILE_WIDTH<T>) {
+      for (int64_t j = 0; j < some; ++j) to[i * width + c + j] = tiles[j];
+    }
+  }
+}
+
+template <class T, bool DELTA, bool GATED>
+class RecurrencePass {
+ public:
+  RecurrencePass(const Recurrence& problem, const RecurrenceForward& data) : p_(problem), data_(data) {}
+
+  Status run(const Run& run) {
+    const int64_t lanes = p_.sequences * p_.heads;
+    parts_ = most(1, blocks_of(p_.value_dim, PART));
+    together_ = lanes >= 2 * run.threads ? parts_ : 1;
+    return each(*this, p_, run, lanes * blocks_of(parts_, together_), &RecurrencePass::unit);
+  }
+
+ private:
+  void unit(int64_t unit, RecurrenceScratch<T>& scratch, Worker& worker) {
+    const Flushing flushing;
+    const int64_t per_lane = blocks_of(parts_, together_);
+    const Lane lane(p_, unit / per_lane);
+    const int64_t first = unit % per_lane * together_, stop = least(parts_, first + together_);
+    for (int64_t part = first; part < stop; ++part) {
+      if (lane.count <= FEW) {
+        few(lane, part * PART, scratch);
+      } else {
+        columns(lane, part * PART, scratch, worker);
+      }
+    }
+  }
+
+  // All tokens meet the columns from `column` on, up to PART of them.
+  void columns(const Lane& lane, int64_t column, RecurrenceScratch<T>& s, Worker& worker) {
+    const int64_t count = least(PART, p_.value_dim - column), width = Lane::width(p_), rows = p_.key_dim;
+    const T* const before = begin(lane, s);
+    load_state(before ? before + column : nullptr, width, rows, count, s.state);
+    for (int64_t chunk = 0; chunk < lane.chunks() && !worker.stopped(); ++chunk) {
+      if (data_.checkpoints) keep(static_cast<T*>(data_.checkpoints) + (lane.checkpoint + chunk) * rows * width, column, s);
+      prepare_chunk<T, DELTA, GATED>(p_, data_, lane, chunk, s.chunk);
+      const Rows value = part(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column);
+      load_tokens(value, count, s.chunk.ones, s.value, s.columns);
+      const Ahead ahead = next_chunk(p_, data_, lane, chunk);
+      T* state = s.state;
+      for (int64_t c = 0; c < count; c += TILE_WIDTH<T>, state += rows * TILE_WIDTH<T>) {
+        meet<T, DELTA, GATED>(s.chunk, rows, value.count, state, TILE_WIDTH<T>, s.value + c, s.output + c, s.columns,
+                              c == 0 ? &ahead : nullptr);
+      }
+      give(lane, chunk, column, factors(value.count, 1, s), s);
+    }
+    keep(static_cast<T*>(data_.after) + lane.state(p_), column, s);
+  }
+
+  // The few tokens of a short sequence, one by one, with the state where it lies.
+  void few(const Lane& lane, int64_t column, RecurrenceScratch<T>& s) {
+    const int64_t count = least(PART, p_.value_dim - column), width = Lane::width(p_), rows = p_.key_dim;
+    const T* const before = begin(lane, s);
+    T* const after = static_cast<T*>(data_.after) + lane.state(p_);
+    if (!before) clear_columns(after + column, width, count);
+    if (data_.checkpoints && lane.count > 0) {
+      T* const kept = static_cast<T*>(data_.checkpoints) + lane.checkpoint * rows * width;
+      copy_columns(before ? before : after, column, count, kept);
+      keep_norm(kept, column, s);
+    }
+    if (lane.count == 0) {
+      if (before && before != after) copy_columns(before, column, count, after);
+      return keep_norm(after, column, s);
+    }
+    load_chunk<T, DELTA, GATED>(p_, data_, lane, 0, s.chunk);
+    prepare_asks<T, GATED>(lane.count, s.chunk);
+    if (p_.normalize) step_norm<T, GATED>(lane.count, s.chunk);
+    load_tokens(part(lane.rows(data_.value, p_.type, p_.value, lane.head, 0), column), count, s.chunk.ones, s.value, s.columns);
+    for (int64_t c = 0; c < count; c += STEP_WIDTH<T>) {
+      const T* const from = (before ? before : after) + column + c;
+      const int64_t some = least(STEP_WIDTH<T>, count - c);
+      if (some == STEP_WIDTH<T>) {
+        steps(lane, c, from, after + column + c, width, s);
+      } else {
+        for (int64_t i = 0; i < rows * STEP_WIDTH<T>; ++i) s.state[i] = 0;
+        for (int64_t i = 0; i < rows; ++i) copy(from + i * width, some, s.state + i * STEP_WIDTH<T>);
+        steps(lane, c, s.state, s.state, STEP_WIDTH<T>, s);
+        for (int64_t i = 0; i < rows; ++i) copy(s.state + i * STEP_WIDTH<T>, some, after + column + c + i * width);
+      }
+    }
+    give(lane, 0, column, factors(lane.count, static_cast<T>(p_.scale), s), s);
+    keep_norm(after, column, s);
+  }
+
+  void steps(const Lane& lane, int64_t c, const T* from, T* to, int64_t stride, RecurrenceScratch<T>& s) const {
+    for (int64_t t = 0; t < lane.count; ++t) {
+      step<T, DELTA, GATED>(s.chunk, t, s.chunk.erases + t * s.chunk.wide, p_.key_dim, t == 0 ? from : to, to, stride,
+                            s.value + t * s.columns + c, s.output + t * s.columns + c);
+    }
+  }
+
+  // The state before the first token, null for zeros; its column of the normaliser is loaded.
+  const T* begin(const Lane& lane, RecurrenceScratch<T>& s) const {
+    const T* const before = data_.before ? static_cast<const T*>(data_.before) + lane.state(p_) : nullptr;
+    if (!p_.normalize) return before;
+    const int64_t width = Lane::width(p_);
+    for (int64_t i = 0; i < s.chunk.wide; ++i) {
+      s.chunk.norm[i] = before && i < p_.key_dim ? before[i * width + p_.value_dim] : 0;
+    }
+    return before;
+  }
+
+  static Rows part(Rows rows, int64_t column) {
+    rows.data = static_cast<const char*>(rows.data) + column * size_of(rows.type);
+    return rows;
+  }
+  static void copy(const T* from, int64_t count, T* to) {
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+  }
+  void copy_columns(const T* from, int64_t column, int64_t count, T* to) const {
+    const int64_t width = Lane::width(p_);
+    for (int64_t i = 0; i < p_.key_dim; ++i) copy(from + i * width + column, count, to + i * width + column);
+  }
+  void clear_columns(T* to, int64_t width, int64_t count) const {
+    for (int64_t i = 0; i < p_.key_dim; ++i, to += width) {
+      for (int64_t c = 0; c < count; ++c) to[c] = 0;
+    }
+  }
+
+  // Rows of the output of a chunk.
+  void give(const Lane& lane, int64_t chunk, int64_t column, const T* factors, const RecurrenceScratch<T>& s) const {
+    const int64_t count = least(PART, p_.value_dim - column);
+    const Rows output = part(lane.rows(data_.output, p_.output_type, p_.output, lane.head, chunk), column);
+    store_rows(s.output, s.columns, count, factors, output);
+  }
+
+  // The factor of each row of the output: `factor`, or 1 over the denominator, and 0 where that is 0.
+  const T* factors(int64_t count, T factor, RecurrenceScratch<T>& s) const {
+    if (!p_.normalize && factor == 1) return s.chunk.ones;
+    for (int64_t t = 0; t < count; ++t) {
+      if (!p_.normalize) {
+        s.factors[t] = factor;
+        continue;
+      }
+      const T denominator = s.chunk.denominator[t];
+      s.factors[t] = denominator == 0 ? 0 : 1 / denominator;
+    }
+    return s.factors;
+  }
+
+  // The state as it is now, these columns of it.
+  void keep(T* to, int64_t column, const RecurrenceScratch<T>& s) const {
+    const int64_t count = least(PART, p_.value_dim - column), width = Lane::width(p_);
+    store_state(s.state, width, p_.key_dim, count, to + column);
+    keep_norm(to, column, s);
+  }
+
+  void keep_norm(T* to, int64_t column, const RecurrenceScratch<T>& s) const {
+    const int64_t width = Lane::width(p_);
+    if (!p_.normalize || column != 0) return;
+    for (int64_t i = 0; i < p_.key_dim; ++i) to[i * width + p_.value_dim] = s.chunk.norm[i];
+  }
+
+  const Recurrence& p_;
+  const RecurrenceForward& data_;
+  int64_t parts_ = 1, together_ = 1;
+};
+
+template <class T>
+Status recur_as(const Recurrence& problem, const RecurrenceForward& data, const Run& run) {
+  const bool gated = problem.gates != Gates::none;
+  if (problem.delta) {
+    return gated ? RecurrencePass<T, true, true>(problem, data).run(run)
+                 : RecurrencePass<T, true, false>(problem, data).run(run);
+  }
+  return gated ? RecurrencePass<T, false, true>(problem, data).run(run)
+               : RecurrencePass<T, false, false>(problem, data).run(run);
+}
+
+inline Status run_recurrence(const Recurrence& problem, const RecurrenceForward& data, const Run& run) {
+  return problem.type == Type::float64 ? recur_as<double>(problem, data, run) : recur_as<float>(problem, data, run);
+}
+
+}  // namespace

@@ -1,0 +1,107 @@
+"""The checks of what stands beside q, k and v: gates, write strengths and states, which may be of a wider type."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from qkv.errors import DTypeError, ShapeError, ValueOutOfRange, message
+from qkv.shapes import check_dense, check_device, check_float, dtype_name, values_can_be_seen
+from qkv.types import Layout
+from qkv.values import bounds
+
+GateForm: TypeAlias = Literal["none", "constant", "scalar", "vector"]  # constant: (H,), the same for all tokens
+
+
+class Inputs(NamedTuple):
+    """q, k and v of one call in the order (B, H, L, D), checked."""
+
+    query: Tensor  # (B, K, L, D)
+    key: Tensor  # (B, K, L, D)
+    value: Tensor  # (B, H, L, V)
+    layout: Layout
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes by axis letter."""
+        batch, key_heads, length, key_dim = self.query.shape
+        return {"B": batch, "H": self.value.shape[1], "K": key_heads, "L": length, "D": key_dim}
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type of states."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+
+def read_gate(g: object, form: GateForm, inputs: Inputs) -> Tensor:
+    """Log decay, (B, H, L) or (B, H, L, D), at most 0 where the numbers can be seen; NaN stays and spreads."""
+    axes = inputs.axes
+    if form == "constant":
+        decay = check_beside("decay", g, inputs.query, {inputs.query.dtype, inputs.wide})
+        check_shape("decay", decay, {"H": axes["H"]}, "one a value head")
+        _check_sign("decay", decay)
+        return decay[None, :, None].expand(axes["B"], -1, axes["L"])
+    gate = _read_stream("g", g, inputs, "D" if form == "vector" else "")
+    _check_sign("g", gate)
+    return gate
+
+
+def read_beta(beta: object, inputs: Inputs) -> Tensor:
+    """Write strength, (B, H, L): any finite number where the numbers can be seen; NaN stays and spreads."""
+    strength = _read_stream("beta", beta, inputs, "")
+    if strength.numel() and values_can_be_seen(strength):
+        least, most = bounds(strength)
+        if math.isinf(least) or math.isinf(most):
+            seen = f"its numbers go from {least:g} to {most:g}"
+            raise ValueOutOfRange(message("`beta` must be finite", seen, "0 writes nothing, 1 replaces what k names"))
+    return strength
+
+
+def check_beside(name: str, tensor: object, query: Tensor, types: set[torch.dtype]) -> Tensor:
+    """A tensor that may be wider than the query."""
+    found = check_dense(name, tensor)
+    check_float(name, found)
+    check_device(name, found, query.device)
+    if found.dtype not in types:
+        legal = " or ".join(sorted(dtype_name(dtype) for dtype in types))
+        holds = f"`{name}` must be {legal} beside inputs of {dtype_name(query.dtype)}"
+        widest = max(types, key=lambda dtype: dtype.itemsize)
+        raise DTypeError(message(holds, f"got {dtype_name(found.dtype)}", f"cast it with {name}.to({widest})"))
+    return found
+
+
+def check_shape(name: str, tensor: Tensor, sizes: dict[str, int], what: str) -> None:
+    """The sizes by axis letter; `what` says which numbers these are."""
+    wanted, got = list(sizes.values()), list(tensor.shape)
+    if got == wanted:
+        return
+    axes = ", ".join(sizes) if len(sizes) > 1 else f"{next(iter(sizes))},"
+    holds = f"`{name}` must be ({axes}) = {wanted}"
+    seen = f"got {got}"
+    if len(got) == len(wanted):
+        letter, size, whole = next((*pair, n) for *pair, n in zip(sizes, got, wanted, strict=True) if pair[1] != n)
+        seen += f", whose {letter} is {size} where the call has {whole}"
+    raise ShapeError(message(holds, seen, f"it holds {what}"))
+
+
+def _check_sign(name: str, gate: Tensor) -> None:
+    if gate.numel() == 0 or not values_can_be_seen(gate):
+        return
+    _, most = bounds(gate)
+    if most > 0.0:
+        holds = f"`{name}` must be at most 0: it is the logarithm of a decay"
+        raise ValueOutOfRange(
+            message(holds, f"its greatest number is {most:g}", f"pass {name}.log() of factors in 0..1")
+        )
+
+
+def _read_stream(name: str, tensor: object, inputs: Inputs, width: str) -> Tensor:
+    """One number, or one a key channel, for each token and value head; viewed as (B, H, L[, D])."""
+    found = check_beside(name, tensor, inputs.query, {inputs.query.dtype, inputs.wide})
+    letters = inputs.layout[:3] + width
+    what = f"one a token and value head{', and key channel' if width else ''}"
+    check_shape(name, found, {letter: inputs.axes[letter] for letter in letters}, what)
+    return found if inputs.layout == "BHLD" else found.transpose(1, 2)

@@ -1,0 +1,119 @@
+"""Operations beside the recurrence that the native core computes in one pass, and plain torch everywhere else.
+
+An operation has two forms that agree: plain torch, differentiable any number of times on any device, and the core's,
+for ordinary tensors in the processor's memory. The core's gradients are those of the first order; where they are
+differentiated themselves, they come through the plain form.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from qkv.backends.autograd import Wanted, forward_mode
+from qkv.backends.cpu import TYPES, in_memory
+from qkv.backends.extension import MISSING, check_isa
+from qkv.errors import DeviceError, message
+from qkv.shapes import ORDINARY, check_dense, check_float, values_can_be_seen
+
+Given: TypeAlias = tuple[Tensor | None, ...]
+
+
+class Operation(Protocol):
+    """What is asked of some tensors, the first of which is always there."""
+
+    def plain(self, *tensors: Any) -> tuple[Tensor, ...]:
+        """The results as differentiable torch operations."""
+
+    def fused(self, *tensors: Any) -> tuple[Tensor, ...]:
+        """The same by the core, without a graph."""
+
+    def gradients(self, tensors: Any, grads: Given, wanted: Wanted) -> Given:
+        """The tensors' gradients by the core; None where not wanted. A result's gradient of None is zero."""
+
+
+def run(operation: Operation, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """The results, differentiable in whatever way the call is differentiated."""
+    if not core_takes(*tensors):
+        return operation.plain(*tensors)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return _Fused.apply(operation, *tensors)  # type: ignore[no-untyped-call]
+    return operation.fused(*tensors)
+
+
+def core_takes(*tensors: Tensor | None) -> bool:
+    """Whether the core can compute with these tensors: it is there, and they are its kind."""
+    first = tensors[0]
+    if MISSING is not None or first is None or not values_can_be_seen(first):
+        return False
+    for tensor in tensors:
+        if tensor is not None and not (
+            tensor.device.type == "cpu" and type(tensor) in ORDINARY and tensor.dtype in TYPES
+        ):
+            return False
+    check_isa()
+    return not (
+        forward_mode() and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    )
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of all that is computed for inputs of a type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def core_reads(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    """A dense tensor of a type that the core reads beside numbers of the compute type."""
+    fits = tensor.dtype == wide or (wide == torch.float32 and tensor.dtype != torch.float64)
+    return (tensor if fits else tensor.to(wide)).contiguous()
+
+
+def side_by_side(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, whose last axis lies without gaps."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def check_beside(name: str, tensor: object, x: Tensor) -> Tensor:
+    """A dense floating-point tensor on the device of `x`."""
+    found = check_dense(name, tensor)
+    check_float(name, found)
+    if found.device != x.device:
+        seen, remedy = f"got {found.device} beside {x.device}", f"move it with {name}.to({str(x.device)!r})"
+        raise DeviceError(message(f"`{name}` must be on the device of `x`", seen, remedy))
+    return found
+
+
+class _Fused(torch.autograd.Function):
+    """The core's form, and its gradients or, where they are differentiated themselves, those of the plain form."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.operation = operation
+        ctx.set_materialize_grads(False)
+        return operation.fused(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        tensors, wanted, operation = ctx.saved_tensors, ctx.needs_input_grad[1:], ctx.operation
+        if torch.is_grad_enabled():
+            return None, *_through_plain(operation, tensors, grads, wanted)
+        given = tuple(None if grad is None else in_memory(grad) for grad in grads)
+        return None, *operation.gradients(tensors, given, wanted)
+
+
+def _through_plain(operation: Operation, tensors: Given, grads: Given, wanted: Wanted) -> Given:
+    """Gradients that can be differentiated again."""
+    inputs = [tensor for tensor, needed in zip(tensors, wanted, strict=True) if needed and tensor is not None]
+    made = operation.plain(*tensors)
+    linked = [
+        (result, grad) for result, grad in zip(made, grads, strict=True) if result.requires_grad and grad is not None
+    ]
+    if not linked:
+        return (None,) * len(tensors)
+    results, given = zip(*linked, strict=True)
+    found = iter(torch.autograd.grad(results, inputs, given, create_graph=True, allow_unused=True))
+    return tuple(next(found) if needed else None for needed in wanted)
