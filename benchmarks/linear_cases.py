@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 HEADS, STEP_HEADS = 8, 32
 FADES = 0.1  # the most that the logarithm of a state loses in a token
+STEPS = 1_000  # how much less where one token is repeated thousands of times: no number may fade until it is denormal
 # What rounding may move a number by, as a share of its row's length. Gradients are longer sums, of gates differences.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 LOOSER = {"output": 1, "query": 2, "key": 2, "value": 2, "gate": 4, "beta": 4}
@@ -86,7 +87,7 @@ def make_data(tokens: int, case: Case, head_dim: int = 64, dtype: torch.dtype = 
     gate = beta = state = None
     if case.gate != "none":
         sizes = (tokens, head_dim) if case.gate == "vector" else (tokens,)
-        gate = torch.rand(1, case.heads, *sizes, generator=generator).mul_(-FADES)
+        gate = torch.rand(1, case.heads, *sizes, generator=generator).mul_(-FADES / (STEPS if case.steps else 1))
     if case.delta:
         beta = torch.rand(1, case.heads, tokens, generator=generator)
     if case.steps:

@@ -10,8 +10,8 @@ namespace qkv {
 
 constexpr int64_t MOST_TAPS = 8;
 
-// y[t] = act(bias + sum over k of weight[k] · x[t - K + 1 + k]), channel by channel and sequence by sequence. What comes
-// before token 0 are the K - 1 rows of `before`, zeros where it is null.
+// y[t] = act(bias + sum over k of weight[k] · x[t - K + 1 + k]), channel by channel and sequence by sequence. Before
+// token 0 come the K - 1 rows of `before`, zeros where it is null.
 struct Convolution {
   Type type;         // of x, the output, the tails, and their gradients
   Type weight_type;  // of weight and bias

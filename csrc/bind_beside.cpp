@@ -1,5 +1,5 @@
-// The short convolution and the norms for Python. As in bind.cpp, pointers are integers, 0 for null, and the caller keeps
-// what they point to. All arguments are positional: these calls can be short.
+// The short convolution and the norms for Python. As in bind.cpp, pointers are integers, 0 for null, and the caller
+// keeps what they point to. All arguments are positional: these calls can be short.
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
 

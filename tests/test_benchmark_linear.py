@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import qkv
+from qkv.linear.recurrence import Recurrence, Streams
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "benchmarks"), str(Path(__file__).parent / "linear")]
 cases, gate, goals, linear = map(import_module, ("linear_cases", "gate", "goals", "linear"))
 peak, peers, truth, timing = map(import_module, ("peak", "linear_peers", "linear_truth", "timing"))
-registry, report, run, torch_forms = map(import_module, ("registry", "contest_report", "run", "linear_torch"))
+registry, report, run = map(import_module, ("registry", "contest_report", "run"))
+recurrences = import_module("recurrences")
 
 CASES = cases.BY_NAME
 WHOLE = [case for case in cases.CASES if not case.steps]
@@ -65,6 +67,30 @@ def test_truth_of_a_delta_rule_holds_its_last_key():
     data = data._replace(query=data.key, gate=torch.zeros_like(data.gate), beta=torch.ones_like(data.beta))
     [first, _] = truth.claims(case, data, gradients=False)
     torch.testing.assert_close(first.truth[0, 0], data.value[0, 0].double() / 8**0.5, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_truth_is_that_of_the_test_suite(case):
+    """Two oracles that share nothing: torch by segments here, numpy number by number there."""
+    case = CASES[case]
+    tokens = 1 if case.steps else truth.SEGMENT + 5
+    data = cases.make_data(tokens, case, 6)
+    question = Recurrence(
+        batch=1,
+        heads=case.heads,
+        key_heads=case.heads,
+        length=tokens,
+        key_dim=6,
+        value_dim=6,
+        gate=case.gate,
+        delta=case.delta,
+        normalize=case.normalize,
+        feature=case.feature,
+        scale=6**-0.5 if case.scale is None else case.scale,
+    )
+    expected, _ = recurrences.oracle(question, Streams(*data[:3], data.gate, data.beta, data.state))
+    for claim in truth.claims(case, data, gradients=False):
+        torch.testing.assert_close(claim.truth, torch.from_numpy(expected)[claim.place], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", NAMES)

@@ -1,4 +1,4 @@
-// What the operations beside the recurrence share: rows of the caller as numbers to compute with, gates, sums over units.
+// What the operations beside the recurrence share: the caller's rows as numbers to compute with, gates, sums over units.
 #pragma once
 
 #include "../base/threads.h"

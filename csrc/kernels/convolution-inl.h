@@ -343,8 +343,8 @@ class ConvolutionPass {
     store(scratch.sums + p_.taps * CHANNELS + lane, sum);
   }
 
-  // The gradient of row i, from those of the outputs i - K + 1 to i, the last of which stands at `bent`; and as a row of
-  // the tail that comes after.
+  // The gradient of row i, from those of the outputs i - K + 1 to i, the last of which stands at `bent`; and as a row
+  // of the tail that comes after.
   void give_back(const Piece& at, int64_t i, const ConvolutionScratch<T>& scratch, const T* bent) const {
     const int64_t token = i - p_.taps + 1;
     void* to = token < 0 ? g_.before : g_.x;

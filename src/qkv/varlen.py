@@ -256,13 +256,13 @@ def _with_batch(name: str, tensor: object) -> Tensor:
 
 def _read_packing(cu_seqlens_q: object, cu_seqlens_k: object, axes: Axes) -> Packing:
     """Where the documents begin and end, checked: no row outside of the tensors, none in two documents or in none."""
-    queries = _read_boundaries("cu_seqlens_q", cu_seqlens_q, "query", axes.queries)
+    queries = read_boundaries("cu_seqlens_q", cu_seqlens_q, "query", axes.queries)
     if cu_seqlens_k is None:
         if axes.keys != axes.queries:
             holds = "`key` must have as many rows as `query` where `cu_seqlens_k` is left out"
             raise ShapeError(message(holds, f"got {axes.keys} beside {axes.queries}", "give `cu_seqlens_k`"))
         return Packing(queries, queries)
-    keys = _read_boundaries("cu_seqlens_k", cu_seqlens_k, "key", axes.keys)
+    keys = read_boundaries("cu_seqlens_k", cu_seqlens_k, "key", axes.keys)
     if len(keys) != len(queries):
         holds = "`cu_seqlens_q` and `cu_seqlens_k` must hold as many numbers, one more than documents"
         seen = f"got {len(queries)} and {len(keys)}"
@@ -270,7 +270,7 @@ def _read_packing(cu_seqlens_q: object, cu_seqlens_k: object, axes: Axes) -> Pac
     return Packing(queries, keys)
 
 
-def _read_boundaries(name: str, values: object, tensor: str, total: int) -> tuple[int, ...]:
+def read_boundaries(name: str, values: object, tensor: str, total: int) -> tuple[int, ...]:
     """Rising numbers from 0 to the rows of a tensor."""
     if isinstance(values, Tensor) and values.dtype in INTEGER_TYPES:
         try:

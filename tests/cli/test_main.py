@@ -68,7 +68,9 @@ def test_unknown_command_suggests_the_nearest(capsys):
     assert main(["explian"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("qkv: error: `command` must be one of compare, demo, explain, info, show; got 'explian'")
+    assert captured.err.startswith(
+        "qkv: error: `command` must be one of compare, demo, explain, info, show; got 'explian'"
+    )
     assert captured.err.endswith("did you mean 'explain'?\n")
 
 

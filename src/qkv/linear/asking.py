@@ -22,7 +22,7 @@ from qkv.patterns.arguments import one_flag
 from qkv.question import as_autocast_does
 from qkv.shapes import NAMES, check_dense, check_device, check_float, describe, dtype_name
 from qkv.types import Layout
-from qkv.varlen import _read_boundaries
+from qkv.varlen import read_boundaries
 
 NO_GRAPH = message(
     "a compiled or exported graph must not depend on values",
@@ -211,7 +211,7 @@ def _read_starts(cu_seqlens: object, axes: dict[str, int]) -> tuple[int, ...]:
     if axes["B"] != 1:
         holds, seen = "B must be 1 where `cu_seqlens` is given", f"got B = {axes['B']}"
         raise ShapeError(message(holds, seen, "lay the sequences one after another along L"))
-    return _read_boundaries("cu_seqlens", cu_seqlens, "query", axes["L"])
+    return read_boundaries("cu_seqlens", cu_seqlens, "query", axes["L"])
 
 
 def _read_scale(scale: object, default: float | None, key_dim: int) -> float:

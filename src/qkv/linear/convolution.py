@@ -21,7 +21,7 @@ from qkv.linear.fused import Given, check_beside, compute_dtype, core_reads, cor
 from qkv.outside import outside_of_graphs
 from qkv.patterns.arguments import one_flag
 from qkv.shapes import check_dense, check_float, describe, dtype_name
-from qkv.varlen import _read_boundaries
+from qkv.varlen import read_boundaries
 
 Activation: TypeAlias = Literal["silu"] | None
 MOST_TAPS = 8
@@ -241,7 +241,7 @@ def _read_starts(cu_seqlens: object, x: object) -> tuple[int, ...]:
         seen = f"got {describe(x)}"
         remedy = "lay the sequences one after another along L"
         raise ShapeError(message("`x` must be (1, L, C) where `cu_seqlens` is given", seen, remedy))
-    return _read_boundaries("cu_seqlens", cu_seqlens, "x", x.shape[1])
+    return read_boundaries("cu_seqlens", cu_seqlens, "x", x.shape[1])
 
 
 def _read_tensors(

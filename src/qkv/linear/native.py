@@ -1,13 +1,14 @@
 """The linear family by the native core: the recurrence in blocks of four tokens, the state in the nearest cache.
 
-Every result is computed column by column of the value, so it does not depend on the number of threads. Numbers below the
-smallest normal one count as zero inside. The backward pass starts from the states before each 64 tokens, which the
+Every result is computed column by column of the value, so it does not depend on the number of threads. Numbers below
+the smallest normal one count as zero inside. The backward pass starts from the states before each 64 tokens, which the
 forward pass keeps: N · H · ceil(L / 64) · D · W numbers; with the normaliser it also keeps the output, unrounded.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def answer(recurrence: Recurrence, streams: Streams) -> Outcome:
 
 
 def advance(recurrence: Recurrence, streams: Streams, state: Tensor) -> Tensor:
-    """The output alone, without a graph; `state` (N, H, D, W), dense and of the compute type, is carried on in place."""
+    """The output, without a graph; `state` (N, H, D, W), dense and of the compute type, is carried on in place."""
     check_isa()
     with torch.no_grad():
         read = _as_the_core_reads(recurrence, streams._replace(state=None))
@@ -95,7 +96,7 @@ class _Recurrence(torch.autograd.Function):
 def _forward(
     recurrence: Recurrence, read: Streams, checkpoints: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Outcome:
-    """Both results in memory of their own; the output lies as the value does, of its type unless `dtype` says another."""
+    """Both results in memory of their own; the output lies as the value does, of its type unless `dtype` is given."""
     output = torch.empty_like(read.value, dtype=dtype)
     state = read.value.new_empty(recurrence.state_shape, dtype=recurrence.compute_dtype)
     where = (*map(address, read), output.data_ptr(), state.data_ptr(), address(checkpoints))
@@ -136,7 +137,9 @@ def _differentiable(
     linked = [(o, g) for o, g in zip(outcome, incoming, strict=True) if o.requires_grad and g is not None]
     inputs = [t for t, want in zip(streams, wanted, strict=True) if want and t is not None]
     if not linked:
-        return [torch.zeros_like(t) if want and t is not None else None for t, want in zip(streams, wanted, strict=True)]
+        return [
+            torch.zeros_like(t) if want and t is not None else None for t, want in zip(streams, wanted, strict=True)
+        ]
     outputs, grads = zip(*linked, strict=True)
     found = iter(torch.autograd.grad(outputs, inputs, grads, create_graph=True, allow_unused=True))
     return [next(found) if want else None for want in wanted]
@@ -173,7 +176,7 @@ def _kept(recurrence: Recurrence) -> tuple[int, int, int, int]:
     if starts is None:
         lengths = [recurrence.length] * recurrence.batch
     else:
-        lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        lengths = [stop - start for start, stop in pairwise(starts)]
     _, heads, key_dim, width = recurrence.state_shape
     return heads, sum(-(-length // CHUNK) for length in lengths), key_dim, width
 

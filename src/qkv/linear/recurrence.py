@@ -5,8 +5,8 @@
     S_t = S' + k_t v_tᵀ                          otherwise
     o_t = scale · S_tᵀ q_t
 
-Axes: B batch, N sequences (B of them, or those packed in one row), H value heads, K key heads (value head h reads key head
-h // (H / K)), L tokens, D width of q and k, V width of v, W width of a state: V, or V + 1 with the normaliser.
+Axes: B batch, N sequences (B of them, or those packed in one row), H value heads, K key heads (value head h reads key
+head h // (H / K)), L tokens, D width of q and k, V width of v, W width of a state: V, or V + 1 with the normaliser.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from qkv.linear.state import RecurrentState
 from qkv.nn.layer_state import LayerState, shown
 from qkv.nn.names import below
 from qkv.nn.passage import Passage
-from qkv.varlen import _read_boundaries
+from qkv.varlen import read_boundaries
 
 Boundaries: TypeAlias = Tensor | Sequence[int]
 Rule = Literal["linear", "retention", "gated_linear", "delta", "gated_delta", "kimi_delta", "ssd"]
@@ -188,4 +188,4 @@ def _read_starts(cu_seqlens: Boundaries, x: Tensor) -> tuple[int, ...]:
         raise ShapeError(
             message("B must be 1 where `cu_seqlens` is given", seen, "lay the sequences one after another along L")
         )
-    return _read_boundaries("cu_seqlens", cu_seqlens, "x", x.shape[1])
+    return read_boundaries("cu_seqlens", cu_seqlens, "x", x.shape[1])
