@@ -216,10 +216,9 @@ inline void load_gates(const Recurrence& p, const Lane& lane, const void* gate, 
   const int64_t end = (rows.count + BLOCK - 1) / BLOCK * BLOCK;
   for (int64_t t = 0; t < end; ++t) {
     T* row = s.gate + t * s.wide;
-    const T alike = row[0];
+    const F<T> alike = exp2<T>(splat(row[0] * static_cast<T>(LOG2_E)));
     for (int64_t i = 0; i < s.wide; i += LANES<T>) {
-      const F<T> g = p.gates == Gates::vector ? load(row + i) : splat(alike);
-      store(row + i, exp2<T>(g * static_cast<T>(LOG2_E)));
+      store(row + i, p.gates == Gates::scalar ? alike : exp2<T>(load(row + i) * static_cast<T>(LOG2_E)));
     }
   }
 }

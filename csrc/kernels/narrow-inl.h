@@ -62,7 +62,9 @@ inline Narrow to_narrow(F<float> x, Half) { return (Narrow)_mm256_cvtps_ph((__m2
 #else
 inline F<float> to_float(Narrow bits, Half) {
   const U<float> wide = widen(bits), size = (wide & 0x7fff) << 13, sign = (wide & 0x8000) << 16;
-  const U<float> finite = (U<float>)((F<float>)size * 0x1p112f);
+  // No number on the way is subnormal, so that this also holds where such count as zero.
+  const U<float> subnormal = (U<float>)((F<float>)(size + 0x38800000) - 0x1p-14f);
+  const U<float> finite = size < (0x0400u << 13) ? subnormal : size + 0x38000000;
   return (F<float>)((size >= (0x7c00u << 13) ? size | 0x7f800000 : finite) | sign);
 }
 

@@ -12,14 +12,14 @@ template <class T>
 struct RecurrenceScratch {
   ChunkScratch<T> chunk;
   int64_t columns;  // of a part, in whole tiles of either kind
-  T *state;         // (tiles, D, TILE_WIDTH)
+  T *state;         // (parts, tiles, D, TILE_WIDTH)
   T *value, *output;  // (CHUNK, columns)
   T *factors;         // (CHUNK): 1 over the denominator
 
   RecurrenceScratch(const Recurrence& p, Arena& arena) : chunk(p, arena) {
     const int64_t part = least(PART, p.value_dim);
     columns = blocks_of(part, STEP_WIDTH<T>) * STEP_WIDTH<T>;  // and whole tiles
-    state = arena.take<T>(p.key_dim * columns);
+    state = arena.take<T>(p.key_dim * columns * blocks_of(p.value_dim, PART));
     value = arena.take<T>(CHUNK * columns);
     output = arena.take<T>(CHUNK * columns);
     factors = arena.take<T>(CHUNK);
@@ -66,34 +66,41 @@ class RecurrencePass {
     const int64_t per_lane = blocks_of(parts_, together_);
     const Lane lane(p_, unit / per_lane);
     const int64_t first = unit % per_lane * together_, stop = least(parts_, first + together_);
-    for (int64_t part = first; part < stop; ++part) {
-      if (lane.count <= FEW) {
-        few(lane, part * PART, scratch);
-      } else {
-        columns(lane, part * PART, scratch, worker);
-      }
-    }
+    if (lane.count > FEW) return walk(lane, first, stop, scratch, worker);
+    for (int64_t part = first; part < stop; ++part) few(lane, part * PART, scratch);
   }
 
-  // All tokens meet the columns from `column` on, up to PART of them.
-  void columns(const Lane& lane, int64_t column, RecurrenceScratch<T>& s, Worker& worker) {
-    const int64_t count = least(PART, p_.value_dim - column), width = Lane::width(p_), rows = p_.key_dim;
+  // All tokens meet the columns of some parts.
+  void walk(const Lane& lane, int64_t first, int64_t stop, RecurrenceScratch<T>& s, Worker& worker) {
+    const int64_t width = Lane::width(p_), size = p_.key_dim * width;
     const T* const before = begin(lane, s);
-    load_state(before ? before + column : nullptr, width, rows, count, s.state);
-    for (int64_t chunk = 0; chunk < lane.chunks() && !worker.stopped(); ++chunk) {
-      if (data_.checkpoints) keep(static_cast<T*>(data_.checkpoints) + (lane.checkpoint + chunk) * rows * width, column, s);
-      prepare_chunk<T, DELTA, GATED>(p_, data_, lane, chunk, s.chunk);
-      const Rows value = part(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column);
-      load_tokens(value, count, s.chunk.ones, s.value, s.columns);
-      const Ahead ahead = next_chunk(p_, data_, lane, chunk);
-      T* state = s.state;
-      for (int64_t c = 0; c < count; c += TILE_WIDTH<T>, state += rows * TILE_WIDTH<T>) {
-        meet<T, DELTA, GATED>(s.chunk, rows, value.count, state, TILE_WIDTH<T>, s.value + c, s.output + c, s.columns,
-                              c == 0 ? &ahead : nullptr);
-      }
-      give(lane, chunk, column, factors(value.count, 1, s), s);
+    for (int64_t part = first; part < stop; ++part) {
+      const int64_t column = part * PART, count = least(PART, p_.value_dim - column);
+      load_state(before ? before + column : nullptr, width, p_.key_dim, count, state(part, s));
     }
-    keep(static_cast<T*>(data_.after) + lane.state(p_), column, s);
+    for (int64_t chunk = 0; chunk < lane.chunks() && !worker.stopped(); ++chunk) {
+      T* const kept = data_.checkpoints ? static_cast<T*>(data_.checkpoints) + (lane.checkpoint + chunk) * size : nullptr;
+      for (int64_t part = first; part < stop && kept; ++part) keep(kept, part, s);
+      prepare_chunk<T, DELTA, GATED>(p_, data_, lane, chunk, s.chunk);
+      for (int64_t part = first; part < stop; ++part) columns(lane, chunk, part, part == first, s);
+    }
+    for (int64_t part = first; part < stop; ++part) keep(static_cast<T*>(data_.after) + lane.state(p_), part, s);
+  }
+
+  T* state(int64_t part, const RecurrenceScratch<T>& s) const { return s.state + part * p_.key_dim * s.columns; }
+
+  // The tokens of a chunk meet the columns of a part; those of the next are asked for.
+  void columns(const Lane& lane, int64_t chunk, int64_t part, bool asks, RecurrenceScratch<T>& s) {
+    const int64_t column = part * PART, count = least(PART, p_.value_dim - column), rows = p_.key_dim;
+    const Rows value = from(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column);
+    load_tokens(value, count, s.chunk.ones, s.value, s.columns);
+    const Ahead ahead = next_chunk(p_, data_, lane, chunk);
+    T* tile = state(part, s);
+    for (int64_t c = 0; c < count; c += TILE_WIDTH<T>, tile += rows * TILE_WIDTH<T>) {
+      meet<T, DELTA, GATED>(s.chunk, rows, value.count, tile, TILE_WIDTH<T>, s.value + c, s.output + c, s.columns,
+                            asks && c == 0 ? &ahead : nullptr);
+    }
+    give(lane, chunk, column, factors(value.count, 1, s), s);
   }
 
   // The few tokens of a short sequence, one by one, with the state where it lies.
@@ -114,15 +121,15 @@ class RecurrencePass {
     load_chunk<T, DELTA, GATED>(p_, data_, lane, 0, s.chunk);
     prepare_asks<T, GATED>(lane.count, s.chunk);
     if (p_.normalize) step_norm<T, GATED>(lane.count, s.chunk);
-    load_tokens(part(lane.rows(data_.value, p_.type, p_.value, lane.head, 0), column), count, s.chunk.ones, s.value, s.columns);
+    load_tokens(from(lane.rows(data_.value, p_.type, p_.value, lane.head, 0), column), count, s.chunk.ones, s.value, s.columns);
     for (int64_t c = 0; c < count; c += STEP_WIDTH<T>) {
-      const T* const from = (before ? before : after) + column + c;
+      const T* const start = (before ? before : after) + column + c;
       const int64_t some = least(STEP_WIDTH<T>, count - c);
       if (some == STEP_WIDTH<T>) {
-        steps(lane, c, from, after + column + c, width, s);
+        steps(lane, c, start, after + column + c, width, s);
       } else {
         for (int64_t i = 0; i < rows * STEP_WIDTH<T>; ++i) s.state[i] = 0;
-        for (int64_t i = 0; i < rows; ++i) copy(from + i * width, some, s.state + i * STEP_WIDTH<T>);
+        for (int64_t i = 0; i < rows; ++i) copy(start + i * width, some, s.state + i * STEP_WIDTH<T>);
         steps(lane, c, s.state, s.state, STEP_WIDTH<T>, s);
         for (int64_t i = 0; i < rows; ++i) copy(s.state + i * STEP_WIDTH<T>, some, after + column + c + i * width);
       }
@@ -149,7 +156,7 @@ class RecurrencePass {
     return before;
   }
 
-  static Rows part(Rows rows, int64_t column) {
+  static Rows from(Rows rows, int64_t column) {
     rows.data = static_cast<const char*>(rows.data) + column * size_of(rows.type);
     return rows;
   }
@@ -169,7 +176,7 @@ class RecurrencePass {
   // Rows of the output of a chunk.
   void give(const Lane& lane, int64_t chunk, int64_t column, const T* factors, const RecurrenceScratch<T>& s) const {
     const int64_t count = least(PART, p_.value_dim - column);
-    const Rows output = part(lane.rows(data_.output, p_.output_type, p_.output, lane.head, chunk), column);
+    const Rows output = from(lane.rows(data_.output, p_.output_type, p_.output, lane.head, chunk), column);
     store_rows(s.output, s.columns, count, factors, output);
   }
 
@@ -187,10 +194,10 @@ class RecurrencePass {
     return s.factors;
   }
 
-  // The state as it is now, these columns of it.
-  void keep(T* to, int64_t column, const RecurrenceScratch<T>& s) const {
-    const int64_t count = least(PART, p_.value_dim - column), width = Lane::width(p_);
-    store_state(s.state, width, p_.key_dim, count, to + column);
+  // The state as it is now, the columns of a part.
+  void keep(T* to, int64_t part, const RecurrenceScratch<T>& s) const {
+    const int64_t column = part * PART, count = least(PART, p_.value_dim - column);
+    store_state(state(part, s), Lane::width(p_), p_.key_dim, count, to + column);
     keep_norm(to, column, s);
   }
 

@@ -1,5 +1,5 @@
 // The linear family, backward: each unit takes one head of one sequence from its last token to its first, from one
-// checkpoint of the state to the one before, a part of the columns after the other.
+// checkpoint of the state to the one before.
 #pragma once
 
 #include "recurrence-inl.h"
@@ -9,10 +9,41 @@ namespace {
 
 using qkv::RecurrenceBackward;
 
+// Gradients of what the blocks of a chunk read, erase, write and keep, and of their inner products.
+template <class T>
+struct BlockGradients {
+  T *reads, *erases, *writes, *decay, *inner, *weights;
+
+  void take(int64_t wide, Arena& arena) {
+    T** const rows[] = {&reads, &erases, &writes};
+    for (T** one : rows) *one = arena.take<T>(CHUNK * wide);
+    decay = arena.take<T>(BLOCKS * wide);
+    inner = arena.take<T>(CHUNK * BLOCK);
+    weights = arena.take<T>(CHUNK * BLOCK);
+  }
+
+  // Add those of one part of the columns to the ones before, if any.
+  void add(const ReverseScratch<T>& part, int64_t count, bool first) {
+    const int64_t rows = blocks_of(count, BLOCK) * BLOCK * part.wide;
+    add(part.reads, rows, first, reads);
+    add(part.erases, rows, first, erases);
+    add(part.writes, rows, first, writes);
+    add(part.decay, rows / BLOCK, first, decay);
+    add(part.inner, CHUNK * BLOCK, first, inner);
+    add(part.weights, CHUNK * BLOCK, first, weights);
+  }
+
+ private:
+  static void add(const T* from, int64_t count, bool first, T* to) {
+    for (int64_t i = 0; i < count; i += LANES<T>) store(to + i, first ? load(from + i) : load(to + i) + load(from + i));
+  }
+};
+
 template <class T>
 struct RecurrenceBackwardScratch {
   ChunkScratch<T> chunk;
   ReverseScratch<T> reverse;
+  BlockGradients<T> whole;  // over the parts
   T *query, *key, *gate;    // (CHUNK, wide): gradients of the numbers that came in
   T *raw;                   // (CHUNK, wide)
   T *sums;                  // (CHUNK): 1 over the denominators
@@ -21,6 +52,7 @@ struct RecurrenceBackwardScratch {
   T *row;                   // (V) of one token, twice
 
   RecurrenceBackwardScratch(const Recurrence& p, Arena& arena) : chunk(p, arena), reverse(p, arena) {
+    whole.take(chunk.wide, arena);
     T** const rows[] = {&query, &key, &gate, &raw};
     for (T** one : rows) *one = arena.take<T>(CHUNK * chunk.wide);
     sums = arena.take<T>(CHUNK);
@@ -30,7 +62,7 @@ struct RecurrenceBackwardScratch {
   }
   void prepare(const Recurrence& p) {
     chunk.prepare(p);
-    reverse.clear(p.key_dim);
+    reverse.clear(p.key_dim, blocks_of(p.value_dim, PART));
   }
 };
 
@@ -45,7 +77,7 @@ struct Normaliser {
 template <class T, bool DELTA, bool GATED>
 void block_gradients(const Recurrence& p, int64_t n, RecurrenceBackwardScratch<T>& s, const Normaliser<T>* norm) {
   const ChunkScratch<T>& c = s.chunk;
-  const ReverseScratch<T>& back = s.reverse;
+  const BlockGradients<T>& back = s.whole;
   const T scale = static_cast<T>(p.normalize ? 1.0 : p.scale), *const weights = back.weights + n * BLOCK * BLOCK;
   const T* const inner = back.inner + n * BLOCK * BLOCK;
   for (int64_t i = 0; i < c.wide; i += LANES<T>) {
@@ -142,11 +174,9 @@ class RecurrenceBackwardPass {
   RecurrenceBackwardPass(const Recurrence& problem, const RecurrenceBackward& data) : p_(problem), data_(data) {}
 
   Status run(const Run& run) {
-    parts_ = most(1, blocks_of(p_.value_dim, PART));
-    const bool narrow = p_.type != TypeOf<T>::VALUE;
     tokens_ = p_.starts ? p_.starts[p_.sequences] : p_.length;
-    const int64_t batch = p_.starts ? 1 : p_.sequences, group = p_.heads / p_.key_heads;
-    apart_ = group > 1 || (narrow && parts_ > 1);
+    apart_ = p_.heads > p_.key_heads;
+    const int64_t batch = p_.starts ? 1 : p_.sequences;
     const size_t bytes = sizeof(T) * static_cast<size_t>(batch * p_.heads * tokens_ * p_.key_dim);
     if (apart_ && !(query_.reserve(bytes) && key_.reserve(bytes))) return Status::out_of_memory;
     Status status = each(*this, p_, run, p_.sequences * p_.heads, &RecurrenceBackwardPass::unit);
@@ -157,72 +187,87 @@ class RecurrenceBackwardPass {
   }
 
  private:
-  void unit(int64_t unit, Scratch& scratch, Worker& worker) {
+  void unit(int64_t unit, Scratch& s, Worker& worker) {
     const Flushing flushing;
     const Lane lane(p_, unit);
-    for (int64_t part = 0; part < parts_; ++part) columns(lane, part * PART, scratch, worker);
-  }
-
-  void columns(const Lane& lane, int64_t column, Scratch& s, Worker& worker) {
-    const int64_t count = least(PART, p_.value_dim - column), width = Lane::width(p_), rows = p_.key_dim;
-    const bool norm = p_.normalize && column == 0;
-    const T* after = data_.grad_after ? static_cast<const T*>(data_.grad_after) + lane.state(p_) : nullptr;
-    load_columns(after ? after + column : nullptr, width, count, s.reverse.grad_state, s.reverse.columns);
+    const int64_t width = Lane::width(p_), rows = p_.key_dim;
+    const T* const after = data_.grad_after ? static_cast<const T*>(data_.grad_after) + lane.state(p_) : nullptr;
+    for (int64_t column = 0; column < p_.value_dim; column += PART) {
+      load_columns(after ? after + column : nullptr, width, columns_from(column), state_of(column, s), s.reverse.columns);
+    }
     for (int64_t i = 0; i < s.chunk.wide; ++i) {
-      s.grad_norm[i] = norm && after && i < rows ? after[i * width + p_.value_dim] : 0;
+      s.grad_norm[i] = p_.normalize && after && i < rows ? after[i * width + p_.value_dim] : 0;
     }
-    for (int64_t chunk = lane.chunks() - 1; chunk >= 0 && !worker.stopped(); --chunk) {
-      chunk_gradients(lane, chunk, column, count, s);
-    }
-    if (!data_.grad_before) return;
-    T* const before = static_cast<T*>(data_.grad_before) + lane.state(p_);
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t c = 0; c < count; ++c) before[i * width + column + c] = s.reverse.grad_state[i * s.reverse.columns + c];
-      if (norm) before[i * width + p_.value_dim] = s.grad_norm[i];
+    for (int64_t chunk = lane.chunks() - 1; chunk >= 0 && !worker.stopped(); --chunk) gradients(lane, chunk, s);
+    if (data_.grad_before) give_state(static_cast<T*>(data_.grad_before) + lane.state(p_), s);
+  }
+
+  int64_t columns_from(int64_t column) const { return least(PART, p_.value_dim - column); }
+  static T* state_of(int64_t column, const Scratch& s) { return s.reverse.grad_states + column / PART * s.reverse.area; }
+
+  void give_state(T* to, const Scratch& s) const {
+    const int64_t width = Lane::width(p_);
+    for (int64_t i = 0; i < p_.key_dim; ++i, to += width) {
+      for (int64_t c = 0; c < p_.value_dim; ++c) to[c] = state_of(c, s)[i * s.reverse.columns + c % PART];
+      if (p_.normalize) to[p_.value_dim] = s.grad_norm[i];
     }
   }
 
-  void chunk_gradients(const Lane& lane, int64_t chunk, int64_t column, int64_t count, Scratch& s) {
-    const int64_t rows = p_.key_dim, width = Lane::width(p_), tokens = lane.tokens(chunk);
-    const T* const kept = static_cast<const T*>(data_.checkpoints) + (lane.checkpoint + chunk) * rows * width;
-    ReverseScratch<T>& back = s.reverse;
-    if (p_.normalize) {
-      for (int64_t i = 0; i < s.chunk.wide; ++i) s.chunk.norm[i] = i < rows ? kept[i * width + p_.value_dim] : 0;
+  // All gradients of the tokens of a chunk, and that of the state before it.
+  void gradients(const Lane& lane, int64_t chunk, Scratch& s) {
+    const int64_t width = Lane::width(p_), tokens = lane.tokens(chunk);
+    const T* const kept = static_cast<const T*>(data_.checkpoints) + (lane.checkpoint + chunk) * p_.key_dim * width;
+    for (int64_t i = 0; i < s.chunk.wide && p_.normalize; ++i) {
+      s.chunk.norm[i] = i < p_.key_dim ? kept[i * width + p_.value_dim] : 0;
     }
     prepare_chunk<T, DELTA, GATED>(p_, data_, lane, chunk, s.chunk);
-    load_columns(kept + column, width, count, back.states, back.columns);
-    load_tokens(part(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column), count, s.chunk.ones,
-                back.value, back.columns);
-    const Rows output = lane.rows(data_.grad_output, p_.type, data_.grad_output_stride, lane.head, chunk);
-    load_tokens(part(output, column), count, factors(lane, chunk, output, column, s), back.grad_output, back.columns);
-    const int64_t blocks = blocks_of(tokens, BLOCK);
-    for (int64_t c = 0; c < back.columns; c += TILE_WIDTH<T>) {
-      retrace<T, DELTA, GATED>(s.chunk, back, rows, blocks, c);
+    const T* const by = factors(lane, chunk, s);
+    for (int64_t column = 0; column < p_.value_dim; column += PART) {
+      columns(lane, chunk, column, kept, by, s);
+      s.whole.add(s.reverse, tokens, column == 0);
     }
-    reverse<T, DELTA, GATED>(s.chunk, back, rows, tokens);
-    for (int64_t n = blocks - 1; n >= 0; --n) {
+    for (int64_t n = blocks_of(tokens, BLOCK) - 1; n >= 0; --n) {
       const Normaliser<T> norm{s.chunk.norms + n * s.chunk.wide, s.grad_denominator + n * BLOCK, s.grad_norm};
-      block_gradients<T, DELTA, GATED>(p_, n, s, p_.normalize && column == 0 ? &norm : nullptr);
+      block_gradients<T, DELTA, GATED>(p_, n, s, p_.normalize ? &norm : nullptr);
     }
+    give(lane, chunk, {data_.query, p_.query}, query(), s.query, s);
+    give(lane, chunk, {data_.key, p_.key}, key(), s.key, s);
+    if (GATED && data_.grad_gate) give_gate(lane, chunk, s);
+    if (DELTA && data_.grad_beta) give_beta(lane, chunk, s);
+  }
+
+  // What a part of the columns gives, and the gradient of its values.
+  void columns(const Lane& lane, int64_t chunk, int64_t column, const T* kept, const T* by, Scratch& s) {
+    ReverseScratch<T>& back = s.reverse;
+    const int64_t count = columns_from(column), tokens = lane.tokens(chunk);
+    back.grad_state = state_of(column, s);
+    load_columns(kept + column, Lane::width(p_), count, back.states, back.columns);
+    load_tokens(from(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column), count, s.chunk.ones,
+                back.value, back.columns);
+    load_tokens(from(grad_output(lane, chunk), column), count, by, back.grad_output, back.columns);
+    for (int64_t c = 0; c < back.columns; c += TILE_WIDTH<T>) {
+      retrace<T, DELTA, GATED>(s.chunk, back, p_.key_dim, blocks_of(tokens, BLOCK), c);
+    }
+    reverse<T, DELTA, GATED>(s.chunk, back, p_.key_dim, tokens);
     if (data_.grad_value) {
       store_rows(back.grad_value, back.columns, count, s.chunk.ones,
-                 part(lane.rows(data_.grad_value, p_.type, data_.grad_value_stride, lane.head, chunk), column));
+                 from(lane.rows(data_.grad_value, p_.type, data_.grad_value_stride, lane.head, chunk), column));
     }
-    give(lane, chunk, column, {data_.query, p_.query}, query(), s.query, s);
-    give(lane, chunk, column, {data_.key, p_.key}, key(), s.key, s);
-    if (GATED && data_.grad_gate) give_gate(lane, chunk, column, s);
-    if (DELTA && data_.grad_beta) give_beta(lane, chunk, column, s);
+  }
+
+  Rows grad_output(const Lane& lane, int64_t chunk) const {
+    return lane.rows(data_.grad_output, p_.type, data_.grad_output_stride, lane.head, chunk);
   }
 
   // The factor of each row of the gradient of the output: 1, or 1 over the denominator, whose own gradient is then made.
-  const T* factors(const Lane& lane, int64_t chunk, const Rows& grad_output, int64_t column, Scratch& s) const {
+  const T* factors(const Lane& lane, int64_t chunk, Scratch& s) const {
     if (!p_.normalize) return s.chunk.ones;
     const Rows output = lane.rows(data_.output, p_.output_type, p_.output, lane.head, chunk);
     for (int64_t t = 0; t < CHUNK; ++t) {
       const T denominator = t < output.count ? s.chunk.denominator[t] : 0;
       s.sums[t] = denominator == 0 ? 0 : 1 / denominator;
       s.grad_denominator[t] = 0;
-      if (column == 0 && denominator != 0) s.grad_denominator[t] = -product(grad_output, output, t, s) * s.sums[t];
+      if (denominator != 0) s.grad_denominator[t] = -product(grad_output(lane, chunk), output, t, s) * s.sums[t];
     }
     return s.sums;
   }
@@ -250,7 +295,7 @@ class RecurrenceBackwardPass {
     const void* data;
     Stride stride;
   };
-  // The gradient of q or k: the caller's, and the memory of the call where several parts or heads add to it first.
+  // The gradient of q or k: the caller's, and the memory of the call where several heads leave theirs first.
   struct Shared {
     void* data;
     Stride stride;
@@ -259,7 +304,7 @@ class RecurrenceBackwardPass {
   Shared query() const { return {data_.grad_query, data_.grad_query_stride, query_}; }
   Shared key() const { return {data_.grad_key, data_.grad_key_stride, key_}; }
 
-  void give(const Lane& lane, int64_t chunk, int64_t column, const Tensor& raw, const Shared& grad, T* rows, Scratch& s) {
+  void give(const Lane& lane, int64_t chunk, const Tensor& raw, const Shared& grad, T* rows, Scratch& s) {
     if (!grad.data) return;
     if (p_.feature != Feature::none) {
       load_rows(lane.rows(raw.data, p_.type, raw.stride, lane.key_head, chunk), p_.key_dim, s.chunk.ones, s.raw,
@@ -270,7 +315,6 @@ class RecurrenceBackwardPass {
     }
     const Rows to = apart_ ? own(grad.apart, lane, lane.head, chunk)
                            : lane.rows(grad.data, p_.type, grad.stride, lane.key_head, chunk);
-    if (column > 0) add_rows(to, rows, s);
     store_rows(rows, s.chunk.wide, p_.key_dim, s.chunk.ones, to);
   }
 
@@ -303,7 +347,7 @@ class RecurrenceBackwardPass {
                lane.rows(grad.data, p_.type, grad.stride, lane.key_head, chunk));
   }
 
-  void give_gate(const Lane& lane, int64_t chunk, int64_t column, Scratch& s) {
+  void give_gate(const Lane& lane, int64_t chunk, const Scratch& s) {
     const bool alike = p_.gates == Gates::scalar;
     const int64_t width = alike ? 1 : p_.key_dim;
     T* to = static_cast<T*>(data_.grad_gate) + (lane.batch * p_.heads + lane.head) * tokens_ * width +
@@ -313,18 +357,17 @@ class RecurrenceBackwardPass {
       if (alike) {
         F<T> sum = {};
         for (int64_t i = 0; i < s.chunk.wide; i += LANES<T>) sum += load(row + i);
-        *to = (column > 0 ? *to : 0) + total(sum);
+        *to = total(sum);
       } else {
-        for (int64_t i = 0; i < width; ++i) to[i] = (column > 0 ? to[i] : 0) + row[i];
+        for (int64_t i = 0; i < width; ++i) to[i] = row[i];
       }
     }
   }
 
-  void give_beta(const Lane& lane, int64_t chunk, int64_t column, Scratch& s) {
+  void give_beta(const Lane& lane, int64_t chunk, const Scratch& s) {
     T* to = static_cast<T*>(data_.grad_beta) + (lane.batch * p_.heads + lane.head) * tokens_ + lane.first + chunk * CHUNK;
     for (int64_t t = 0; t < lane.tokens(chunk); ++t) {
-      const T own = s.reverse.inner[t / BLOCK * BLOCK * BLOCK + t % BLOCK * (BLOCK + 1)];
-      to[t] = (column > 0 ? to[t] : 0) + own;
+      to[t] = s.whole.inner[t / BLOCK * BLOCK * BLOCK + t % BLOCK * (BLOCK + 1)];
     }
   }
 
@@ -335,14 +378,14 @@ class RecurrenceBackwardPass {
     }
   }
 
-  static Rows part(Rows rows, int64_t column) {
+  static Rows from(Rows rows, int64_t column) {
     rows.data = static_cast<const char*>(rows.data) + column * size_of(rows.type);
     return rows;
   }
 
   const Recurrence& p_;
   const RecurrenceBackward& data_;
-  int64_t parts_ = 1, tokens_ = 0;
+  int64_t tokens_ = 0;
   bool apart_ = false;
   Buffer query_, key_;
 };

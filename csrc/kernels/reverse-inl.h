@@ -15,9 +15,10 @@ namespace {
 // What the blocks of a chunk have and give while the columns of a part are walked. Rows of columns are `columns` apart.
 template <class T>
 struct ReverseScratch {
-  int64_t columns, area;       // area: of a state of these columns
+  int64_t columns, wide, area;  // area: of a state of these columns
   T *states;                   // (BLOCKS, wide, columns): before each block
-  T *grad_state;               // (wide, columns)
+  T *grad_states;              // (parts, wide, columns)
+  T *grad_state;               // of the part that is walked
   T *value, *left;             // (CHUNK, columns): u from v on, and l
   T *grad_output, *grad_value;  // (CHUNK, columns)
   T *grad_left, *asked;        // (BLOCK, columns): - dl, and Gᵀ k̃ of the block that comes next
@@ -25,12 +26,11 @@ struct ReverseScratch {
   T *decay;                    // (BLOCKS, wide)
   T *inner, *weights;          // (BLOCKS, BLOCK, BLOCK); the diagonal of inner holds that of beta
 
-  ReverseScratch(const Recurrence& p, Arena& arena) {
-    const int64_t wide = padded<T>(p.key_dim);
+  ReverseScratch(const Recurrence& p, Arena& arena) : wide(padded<T>(p.key_dim)) {
     columns = blocks_of(least(PART, p.value_dim), TILE_WIDTH<T>) * TILE_WIDTH<T>;
     area = wide * columns;
     states = arena.take<T>(BLOCKS * area);
-    grad_state = arena.take<T>(area);
+    grad_states = grad_state = arena.take<T>(blocks_of(p.value_dim, PART) * area);
     T **const tokens[] = {&value, &left, &grad_output, &grad_value}, **const keys[] = {&reads, &erases, &writes};
     for (T** one : tokens) *one = arena.take<T>(CHUNK * columns);
     for (T** one : keys) *one = arena.take<T>(CHUNK * wide);
@@ -42,13 +42,14 @@ struct ReverseScratch {
   }
 
   // Rows and lanes beyond the key channels are zero, once and for all.
-  void clear(int64_t rows) {
-    const int64_t lanes = area / columns * CHUNK;
-    for (int64_t i = 0; i < lanes; ++i) reads[i] = erases[i] = writes[i] = 0;
+  void clear(int64_t rows, int64_t parts) {
+    for (int64_t i = 0; i < CHUNK * wide; ++i) reads[i] = erases[i] = writes[i] = 0;
     for (int64_t n = 0; n < BLOCKS; ++n) {
       for (int64_t i = rows * columns; i < area; ++i) states[n * area + i] = 0;
     }
-    for (int64_t i = rows * columns; i < area; ++i) grad_state[i] = 0;
+    for (int64_t part = 0; part < parts; ++part) {
+      for (int64_t i = rows * columns; i < area; ++i) grad_states[part * area + i] = 0;
+    }
   }
 };
 

@@ -1,6 +1,7 @@
 // One forward and one backward pass of a case, and what they wrote.
 #pragma once
 
+#include "poll.h"
 #include "problems.h"
 
 namespace driver {
@@ -18,16 +19,6 @@ struct Results {
             {"total", &total},           {"entropy", &entropy},   {"grad_query", &grad_query}, {"grad_key", &grad_key},
             {"grad_value", &grad_value}, {"grad_bias", &grad_bias}, {"grad_sinks", &grad_sinks}};
   }
-};
-
-// Stops a call at the n-th question, or never.
-struct Poll {
-  int64_t stop_at = -1, asked = 0;
-  static int32_t ask(void* context) {
-    Poll& poll = *static_cast<Poll*>(context);
-    return ++poll.asked == poll.stop_at;
-  }
-  bool stopped() const { return stop_at >= 0 && asked >= stop_at; }
 };
 
 inline qkv::Forward forward_pointers(const Case& made, const Results& r) {
