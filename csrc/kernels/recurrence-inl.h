@@ -11,15 +11,16 @@ using qkv::RecurrenceForward;
 template <class T>
 struct RecurrenceScratch {
   ChunkScratch<T> chunk;
-  int64_t columns;  // of a part, in whole tiles of either kind
+  int64_t columns;  // of a part, in whole tiles
   T *state;         // (parts, tiles, D, TILE_WIDTH)
   T *value, *output;  // (CHUNK, columns)
   T *factors;         // (CHUNK): 1 over the denominator
 
   RecurrenceScratch(const Recurrence& p, Arena& arena) : chunk(p, arena) {
     const int64_t part = least(PART, p.value_dim);
-    columns = blocks_of(part, STEP_WIDTH<T>) * STEP_WIDTH<T>;  // and whole tiles
-    state = arena.take<T>(p.key_dim * columns * blocks_of(p.value_dim, PART));
+    columns = blocks_of(part, TILE_WIDTH<T>) * TILE_WIDTH<T>;
+    const int64_t steps = STEP_WIDEST / 2 * LANES<T>;  // columns of single tokens that need a copy
+    state = arena.take<T>(p.key_dim * most(columns * blocks_of(p.value_dim, PART), steps));
     value = arena.take<T>(CHUNK * columns);
     output = arena.take<T>(CHUNK * columns);
     factors = arena.take<T>(CHUNK);
@@ -48,6 +49,14 @@ inline void store_state(const T* tiles, int64_t width, int64_t rows, int64_t col
   }
 }
 
+// Some columns of a state (D, W), zeros beyond them. Null: zeros.
+template <class T>
+inline void load_columns(const T* from, int64_t width, int64_t rows, int64_t count, T* to, int64_t to_stride) {
+  for (int64_t i = 0; i < rows; ++i, to += to_stride) {
+    for (int64_t c = 0; c < to_stride; ++c) to[c] = from && c < count ? from[i * width + c] : 0;
+  }
+}
+
 template <class T, bool DELTA, bool GATED>
 class RecurrencePass {
  public:
@@ -56,7 +65,8 @@ class RecurrencePass {
   Status run(const Run& run) {
     const int64_t lanes = p_.sequences * p_.heads;
     parts_ = most(1, blocks_of(p_.value_dim, PART));
-    together_ = lanes >= 2 * run.threads ? parts_ : 1;
+    const bool shared = p_.normalize && data_.before == data_.after;  // the column that all parts read and one writes
+    together_ = shared || lanes >= 2 * run.threads ? parts_ : 1;
     return each(*this, p_, run, lanes * blocks_of(parts_, together_), &RecurrencePass::unit);
   }
 
@@ -66,8 +76,11 @@ class RecurrencePass {
     const int64_t per_lane = blocks_of(parts_, together_);
     const Lane lane(p_, unit / per_lane);
     const int64_t first = unit % per_lane * together_, stop = least(parts_, first + together_);
-    if (lane.count > FEW) return walk(lane, first, stop, scratch, worker);
-    for (int64_t part = first; part < stop; ++part) few(lane, part * PART, scratch);
+    if (lane.count > FEW) {
+      walk(lane, first, stop, scratch, worker);
+    } else {
+      few(lane, first * PART, least(stop * PART, p_.value_dim), scratch);
+    }
   }
 
   // All tokens meet the columns of some parts.
@@ -103,46 +116,52 @@ class RecurrencePass {
     give(lane, chunk, column, factors(value.count, 1, s), s);
   }
 
-  // The few tokens of a short sequence, one by one, with the state where it lies.
-  void few(const Lane& lane, int64_t column, RecurrenceScratch<T>& s) {
-    const int64_t count = least(PART, p_.value_dim - column), width = Lane::width(p_), rows = p_.key_dim;
-    const T* const before = begin(lane, s);
+  // The few tokens of a short sequence, one by one, with some columns of the state where they lie.
+  void few(const Lane& lane, int64_t first, int64_t stop, RecurrenceScratch<T>& s) {
+    const int64_t size = p_.key_dim * Lane::width(p_);
     T* const after = static_cast<T*>(data_.after) + lane.state(p_);
-    if (!before) clear_columns(after + column, width, count);
-    if (data_.checkpoints && lane.count > 0) {
-      T* const kept = static_cast<T*>(data_.checkpoints) + lane.checkpoint * rows * width;
-      copy_columns(before ? before : after, column, count, kept);
-      keep_norm(kept, column, s);
+    const T* before = begin(lane, s);
+    if (!before || lane.count == 0) {
+      copy_columns(before, first, stop - first, after);
+      before = after;
     }
-    if (lane.count == 0) {
-      if (before && before != after) copy_columns(before, column, count, after);
-      return keep_norm(after, column, s);
-    }
-    load_chunk<T, DELTA, GATED>(p_, data_, lane, 0, s.chunk);
-    prepare_asks<T, GATED>(lane.count, s.chunk);
-    if (p_.normalize) step_norm<T, GATED>(lane.count, s.chunk);
-    load_tokens(from(lane.rows(data_.value, p_.type, p_.value, lane.head, 0), column), count, s.chunk.ones, s.value, s.columns);
-    for (int64_t c = 0; c < count; c += STEP_WIDTH<T>) {
-      const T* const start = (before ? before : after) + column + c;
-      const int64_t some = least(STEP_WIDTH<T>, count - c);
-      if (some == STEP_WIDTH<T>) {
-        steps(lane, c, start, after + column + c, width, s);
-      } else {
-        for (int64_t i = 0; i < rows * STEP_WIDTH<T>; ++i) s.state[i] = 0;
-        for (int64_t i = 0; i < rows; ++i) copy(start + i * width, some, s.state + i * STEP_WIDTH<T>);
-        steps(lane, c, s.state, s.state, STEP_WIDTH<T>, s);
-        for (int64_t i = 0; i < rows; ++i) copy(s.state + i * STEP_WIDTH<T>, some, after + column + c + i * width);
+    if (lane.count > 0) {
+      T* const kept = data_.checkpoints ? static_cast<T*>(data_.checkpoints) + lane.checkpoint * size : nullptr;
+      if (kept) copy_columns(before, first, stop - first, kept), keep_norm(kept, first, s);
+      load_chunk<T, DELTA, GATED>(p_, data_, lane, 0, s.chunk);
+      prepare_asks<T, GATED>(lane.count, s.chunk);
+      if (p_.normalize) step_norm<T, GATED>(lane.count, s.chunk);
+      const T* const by = factors(lane.count, static_cast<T>(p_.scale), s);
+      constexpr int64_t WIDEST = STEP_WIDEST * LANES<T>, HALF = WIDEST / 2;
+      int64_t column = first;
+      for (; stop - column >= WIDEST; column += WIDEST) steps<STEP_WIDEST>(lane, column, WIDEST, before, after, by, s);
+      for (; column < stop; column += HALF) {
+        steps<STEP_WIDEST / 2>(lane, column, least(HALF, stop - column), before, after, by, s);
       }
     }
-    give(lane, 0, column, factors(lane.count, static_cast<T>(p_.scale), s), s);
-    keep_norm(after, column, s);
+    keep_norm(after, first, s);
   }
 
-  void steps(const Lane& lane, int64_t c, const T* from, T* to, int64_t stride, RecurrenceScratch<T>& s) const {
-    for (int64_t t = 0; t < lane.count; ++t) {
-      step<T, DELTA, GATED>(s.chunk, t, s.chunk.erases + t * s.chunk.wide, p_.key_dim, t == 0 ? from : to, to, stride,
-                            s.value + t * s.columns + c, s.output + t * s.columns + c);
+  // All tokens with `some` columns, up to N vectors of them; fewer, by way of scratch.
+  template <int N>
+  void steps(const Lane& lane, int64_t column, int64_t some, const T* before, T* after, const T* by,
+             RecurrenceScratch<T>& s) const {
+    constexpr int64_t FULL = N * LANES<T>;
+    const int64_t width = Lane::width(p_);
+    load_tokens(from(lane.rows(data_.value, p_.type, p_.value, lane.head, 0), column), some, s.chunk.ones, s.value, FULL);
+    const T* state = before + column;
+    T* to = after + column;
+    if (some < FULL) {
+      load_columns(state, width, p_.key_dim, some, s.state, FULL);
+      state = to = s.state;
     }
+    const int64_t stride = some < FULL ? FULL : width;
+    for (int64_t t = 0; t < lane.count; ++t) {
+      step<T, N, DELTA, GATED>(s.chunk, t, s.chunk.erases + t * s.chunk.wide, p_.key_dim, t == 0 ? state : to, to, stride,
+                               s.value + t * FULL, s.output + t * FULL);
+    }
+    for (int64_t i = 0; i < p_.key_dim && some < FULL; ++i) copy(s.state + i * FULL, some, after + i * width + column);
+    store_rows(s.output, FULL, some, by, from(lane.rows(data_.output, p_.output_type, p_.output, lane.head, 0), column));
   }
 
   // The state before the first token, null for zeros; its column of the normaliser is loaded.
@@ -165,11 +184,8 @@ class RecurrencePass {
   }
   void copy_columns(const T* from, int64_t column, int64_t count, T* to) const {
     const int64_t width = Lane::width(p_);
-    for (int64_t i = 0; i < p_.key_dim; ++i) copy(from + i * width + column, count, to + i * width + column);
-  }
-  void clear_columns(T* to, int64_t width, int64_t count) const {
-    for (int64_t i = 0; i < p_.key_dim; ++i, to += width) {
-      for (int64_t c = 0; c < count; ++c) to[c] = 0;
+    for (int64_t i = column; i < p_.key_dim * width; i += width) {
+      for (int64_t c = i; c < i + count && from != to; ++c) to[c] = from ? from[c] : 0;
     }
   }
 

@@ -193,7 +193,8 @@ class RecurrenceBackwardPass {
     const int64_t width = Lane::width(p_), rows = p_.key_dim;
     const T* const after = data_.grad_after ? static_cast<const T*>(data_.grad_after) + lane.state(p_) : nullptr;
     for (int64_t column = 0; column < p_.value_dim; column += PART) {
-      load_columns(after ? after + column : nullptr, width, columns_from(column), state_of(column, s), s.reverse.columns);
+      load_columns(after ? after + column : nullptr, width, rows, columns_from(column), state_of(column, s),
+                   s.reverse.columns);
     }
     for (int64_t i = 0; i < s.chunk.wide; ++i) {
       s.grad_norm[i] = p_.normalize && after && i < rows ? after[i * width + p_.value_dim] : 0;
@@ -241,7 +242,7 @@ class RecurrenceBackwardPass {
     ReverseScratch<T>& back = s.reverse;
     const int64_t count = columns_from(column), tokens = lane.tokens(chunk);
     back.grad_state = state_of(column, s);
-    load_columns(kept + column, Lane::width(p_), count, back.states, back.columns);
+    load_columns(kept + column, Lane::width(p_), p_.key_dim, count, back.states, back.columns);
     load_tokens(from(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column), count, s.chunk.ones,
                 back.value, back.columns);
     load_tokens(from(grad_output(lane, chunk), column), count, by, back.grad_output, back.columns);
@@ -368,13 +369,6 @@ class RecurrenceBackwardPass {
     T* to = static_cast<T*>(data_.grad_beta) + (lane.batch * p_.heads + lane.head) * tokens_ + lane.first + chunk * CHUNK;
     for (int64_t t = 0; t < lane.tokens(chunk); ++t) {
       to[t] = s.whole.inner[t / BLOCK * BLOCK * BLOCK + t % BLOCK * (BLOCK + 1)];
-    }
-  }
-
-  // Rows of columns of a state (D, W), zeros beyond them. Null: zeros.
-  void load_columns(const T* from, int64_t width, int64_t count, T* to, int64_t to_stride) const {
-    for (int64_t i = 0; i < p_.key_dim; ++i, to += to_stride) {
-      for (int64_t c = 0; c < to_stride; ++c) to[c] = from && c < count ? from[i * width + c] : 0;
     }
   }
 

@@ -1,8 +1,6 @@
 // What a host may do around calls: stop one, make several at once, run out of memory.
 #pragma once
 
-#include <thread>
-
 #include "allocations.h"
 #include "calls.h"
 
@@ -80,27 +78,16 @@ inline std::string calls_at_once(uint64_t seed, int64_t limit) {
   return "";
 }
 
-// A new thread has no memory from earlier calls: the first, second, ... allocation of its call fails.
+// The first, second, ... allocation of a call fails.
 inline std::string call_without_memory(uint64_t seed, int64_t limit) {
   const Case made = CaseMaker(seed, limit).make();
   const Results right = run(made, 1);
-  std::string found;
-  for (int64_t left = 0; left < 10; ++left) {
-    bool enough = false;
-    std::thread host([&] {
-      allocations_left = left;
-      const Results short_of_memory = run(made, 1);
-      enough = allocations_left != 0;
-      allocations_left = -1;
-      const Status last = std::max(short_of_memory.forward, short_of_memory.backward);
-      if (last != Status::ok && last != Status::out_of_memory) found = "another status than that of no memory";
-      if (last == Status::ok && !difference(right, short_of_memory).empty()) found = "a missing result is not told";
-      if (!difference(right, run(made, 1)).empty()) found = "the call after one without memory differs";
-    });
-    host.join();
-    if (enough || !found.empty()) break;
-  }
-  return found;
+  return without_memory([&] { return run(made, 1); }, [&](const Results& r, bool was_short) -> std::string {
+    const Status last = std::max(r.forward, r.backward);
+    if (!was_short) return difference(right, r).empty() ? "" : "the call after one without memory differs";
+    if (last != Status::ok && last != Status::out_of_memory) return "another status than that of no memory";
+    return last == Status::ok && !difference(right, r).empty() ? "a missing result is not told" : "";
+  });
 }
 
 }  // namespace driver

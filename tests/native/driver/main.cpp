@@ -6,13 +6,17 @@
 // schedules  the same for many small calls, each on one instruction set
 // at_once    from several host threads at the same time
 // no_memory  an allocation of it fails
-// interrupt  a call of a second and more stops when it is told to
+// interrupt  calls of a second and more stop when they are told to
+// linear     recurrences forward, backward and carried on in place, with every set of kernels
+// beside     short convolutions and norms, likewise
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 
+#include "../../../csrc/isa.h"
 #include "check.h"
 #include "lifecycle.h"
+#include "linear.h"
 
 // Sanitizers call back before they end the process.
 extern "C" void __sanitizer_set_death_callback(void (*)()) __attribute__((weak));
@@ -45,17 +49,32 @@ std::vector<std::string> words(const char* text) {
   return found;
 }
 
+// One instruction set for each set of kernels of the linear family: some share theirs.
+std::vector<std::string> sets_of_linear_kernels() {
+  std::vector<std::string> found;
+  std::vector<const qkv::LinearKernels*> seen;
+  for (const std::string& isa : words(qkv::available_isas())) {
+    qkv::choose_isa(isa.c_str());
+    if (std::find(seen.begin(), seen.end(), qkv::kernels()->linear) != seen.end()) continue;
+    seen.push_back(qkv::kernels()->linear);
+    found.push_back(isa);
+  }
+  return found;
+}
+
 // What is wrong with one case; nothing where all is right.
 std::vector<std::string> failures(const std::string& mode, uint64_t seed) {
   const std::vector<std::string> isas = words(qkv::available_isas());
   const std::vector<std::string> one = {isas[seed % isas.size()]};
   if (mode == "calls") return Checker().check(seed, LARGE, isas);
   if (mode == "schedules") return Checker().check(seed, SMALL, one);
+  if (mode == "linear") return check_recurrence(seed, sets_of_linear_kernels());
+  if (mode == "beside") return check_beside(seed, sets_of_linear_kernels());
   qkv::choose_isa(one[0].c_str());
   std::string found = "no such mode";
   if (mode == "at_once") found = calls_at_once(seed, SMALL);
   if (mode == "no_memory") found = call_without_memory(seed, SMALL);
-  if (mode == "interrupt") found = interrupted_call();
+  if (mode == "interrupt") found = interrupted_call() + interrupted_linear_calls();
   return found.empty() ? std::vector<std::string>() : std::vector<std::string>{found};
 }
 
@@ -63,7 +82,7 @@ std::vector<std::string> failures(const std::string& mode, uint64_t seed) {
 
 int main(int argc, char** argv) {
   if (argc != 4) {
-    std::fprintf(stderr, "usage: driver calls|schedules|at_once|no_memory|interrupt N SEED\n");
+    std::fprintf(stderr, "usage: driver calls|schedules|at_once|no_memory|interrupt|linear|beside N SEED\n");
     return 2;
   }
   say_replay_at_death();

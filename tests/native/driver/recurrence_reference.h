@@ -148,11 +148,14 @@ class RecurrenceReference {
         written[size_t(j)] += g * key(t, i);
       }
     }
+    double by_beta = 0;
     for (int64_t j = 0; j < width_; ++j) {  // u = beta l
-      truth_["grad_beta"][place(p_.heads, head_, t, 1)] += written[size_t(j)] * step.asked[size_t(j)];
+      by_beta += written[size_t(j)] * step.asked[size_t(j)];
       written[size_t(j)] *= beta(t);
-      if (j < p_.value_dim) truth_["grad_value"][place(p_.heads, head_, t, p_.value_dim) + size_t(j)] = written[size_t(j)];
     }
+    truth_["grad_beta"][place(p_.heads, head_, t, 1)] = by_beta;
+    std::copy_n(written.begin(), p_.value_dim,
+                truth_["grad_value"].begin() + int64_t(place(p_.heads, head_, t, p_.value_dim)));
     for (int64_t i = 0; i < rows_; ++i) fade(t, i, step.before, written, keys[size_t(i)]);
     add_rows("grad_query", made_.query, t, queries);
     add_rows("grad_key", made_.key, t, keys);

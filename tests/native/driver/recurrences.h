@@ -64,7 +64,7 @@ class RecurrenceMaker {
     RecurrenceCase made;
     Recurrence& p = made.problem;
     p.type = random_.chance(0.4) ? Type::float32 : Type(random_.between(1, 3));
-    p.gate_type = beside(p.type), p.beta_type = beside(p.type);
+    p.gate_type = type_beside(random_, p.type), p.beta_type = type_beside(random_, p.type);
     kind(p);
     sizes(made);
     const double scales[] = {1, 1 / std::sqrt(double(p.key_dim)), -0.7};
@@ -84,11 +84,6 @@ class RecurrenceMaker {
   }
 
  private:
-  // Of a stream beside q, k and v: the computing type, or one of 16 bits beside float32.
-  Type beside(Type type) {
-    return computing(type) == Type::float64 || random_.chance(0.5) ? computing(type) : Type(random_.between(2, 3));
-  }
-
   void kind(Recurrence& p) {
     p.gates = Gates(random_.below(3));
     p.delta = random_.chance(0.5), p.normalize = !p.delta && random_.chance(0.4);

@@ -36,6 +36,12 @@ inline Tensor in_rows(Random& random, Type type, int64_t a, int64_t b, int64_t c
   return tensor;
 }
 
+// Of a stream beside one of `type`: that, the computing type, or one of 16 bits beside float32.
+inline Type type_beside(Random& random, Type type) {
+  if (computing(type) == Type::float64 || random.chance(0.4)) return type;
+  return random.chance(0.5) ? Type::float32 : Type(random.between(2, 3));
+}
+
 template <class Make>
 void fill(Tensor& tensor, Make make) {
   tensor.each([&](int64_t a, int64_t b, int64_t c, int64_t d) { tensor.set(a, b, c, d, make()); });
