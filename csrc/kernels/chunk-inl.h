@@ -48,6 +48,12 @@ class Flushing {
 #endif
 };
 
+// Key channels of scratch: whole vectors, and whole blocks where vectors are shorter.
+template <class T>
+constexpr int64_t channels(int64_t n) {
+  return blocks_of(padded<T>(n), BLOCK) * BLOCK;
+}
+
 // The sums of the lanes of vectors FIRST, FIRST + STEP, ... of LANES vectors, interleaved.
 template <class T, int FIRST = 0, int STEP = 1>
 inline __attribute__((always_inline)) F<T> sums_of(const F<T>* rows) {
@@ -92,9 +98,9 @@ inline F<T> feature_of(Feature feature, F<T> x) {
     case Feature::elu:
       return x > 0 ? x + 1 : exp2<T>(x * static_cast<T>(LOG2_E));
     case Feature::relu:
-      return x > 0 ? x : F<T>{};
+      return x <= 0 ? F<T>{} : x;
     case Feature::squared_relu:
-      return x > 0 ? x * x : F<T>{};
+      return x <= 0 ? F<T>{} : x * x;
     default:
       return x;
   }
@@ -107,29 +113,48 @@ inline F<T> slope_of(Feature feature, F<T> x) {
     case Feature::elu:
       return x > 0 ? one : exp2<T>(x * static_cast<T>(LOG2_E));
     case Feature::relu:
-      return x > 0 ? one : F<T>{};
+      return x <= 0 ? F<T>{} : one;
     case Feature::squared_relu:
-      return x > 0 ? 2 * x : F<T>{};
+      return x <= 0 ? F<T>{} : 2 * x;
     default:
       return one;
   }
 }
 
+// How many chunks the sequences before each one have, and all of them.
+class ChunkCounts {
+ public:
+  bool count(const Recurrence& p) {
+    each_ = blocks_of(p.length, CHUNK);
+    if (!p.starts) return true;
+    if (!packed_.reserve(static_cast<size_t>(p.sequences + 1) * sizeof(int64_t))) return false;
+    int64_t all = 0, *const before = static_cast<int64_t*>(packed_.data());
+    for (int64_t n = 0; n < p.sequences; ++n) {
+      before[n] = all;
+      all += blocks_of(p.starts[n + 1] - p.starts[n], CHUNK);
+    }
+    before[p.sequences] = all;
+    return true;
+  }
+  int64_t before(int64_t sequence) const {
+    return packed_.data() ? static_cast<const int64_t*>(packed_.data())[sequence] : sequence * each_;
+  }
+
+ private:
+  Buffer packed_;
+  int64_t each_ = 0;
+};
+
 // One sequence of one value head.
 struct Lane {
   int64_t sequence, head, key_head, batch, first, count, checkpoint;  // first: its token 0 in the tensors
 
-  Lane(const Recurrence& p, int64_t unit) : sequence(unit / p.heads), head(unit % p.heads) {
+  Lane(const Recurrence& p, const ChunkCounts& chunks, int64_t unit) : sequence(unit / p.heads), head(unit % p.heads) {
     key_head = head / (p.heads / p.key_heads);
     batch = p.starts ? 0 : sequence;
     first = p.starts ? p.starts[sequence] : 0;
     count = p.starts ? p.starts[sequence + 1] - first : p.length;
-    int64_t before = 0, all = 0;
-    for (int64_t n = 0; n < p.sequences; ++n) {
-      if (n == sequence) before = all;
-      all += blocks_of(p.starts ? p.starts[n + 1] - p.starts[n] : p.length, CHUNK);
-    }
-    checkpoint = head * all + before;
+    checkpoint = head * chunks.before(p.sequences) + chunks.before(sequence);
   }
 
   int64_t chunks() const { return blocks_of(count, CHUNK); }
@@ -182,7 +207,7 @@ struct ChunkScratch {
   T *norm, *norms;          // (wide), (BLOCKS, wide): the normaliser's column of the state, now and before each block
   T *denominator;           // (CHUNK)
 
-  ChunkScratch(const Recurrence& p, Arena& arena) : wide(padded<T>(p.key_dim)) {
+  ChunkScratch(const Recurrence& p, Arena& arena) : wide(channels<T>(p.key_dim)) {
     T** const rows[] = {&query, &key, &gate, &reads, &erases, &writes};
     for (T** one : rows) *one = arena.take<T>(CHUNK * wide);
     beta = arena.take<T>(CHUNK);
@@ -199,6 +224,14 @@ struct ChunkScratch {
     for (int64_t t = 0; t < CHUNK; ++t) ones[t] = 1;
   }
 };
+
+// A token whose weights add up to exactly 0 has an output of 0, whatever the sum above them.
+template <class T>
+inline void clear_undefined(const Recurrence& p, const ChunkScratch<T>& s, int64_t count, T* rows, int64_t stride) {
+  for (int64_t t = 0; t < count && p.normalize; ++t) {
+    for (int64_t c = 0; c < stride && s.denominator[t] == 0; ++c) rows[t * stride + c] = 0;
+  }
+}
 
 // Rows of tokens with zeros behind the last one, up to whole blocks.
 template <class T>

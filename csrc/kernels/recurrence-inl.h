@@ -66,15 +66,15 @@ class RecurrencePass {
     const int64_t lanes = p_.sequences * p_.heads;
     parts_ = most(1, blocks_of(p_.value_dim, PART));
     const bool shared = p_.normalize && data_.before == data_.after;  // the column that all parts read and one writes
+    if (!chunks_.count(p_)) return Status::out_of_memory;
     together_ = shared || lanes >= 2 * run.threads ? parts_ : 1;
     return each(*this, p_, run, lanes * blocks_of(parts_, together_), &RecurrencePass::unit);
   }
 
  private:
   void unit(int64_t unit, RecurrenceScratch<T>& scratch, Worker& worker) {
-    const Flushing flushing;
     const int64_t per_lane = blocks_of(parts_, together_);
-    const Lane lane(p_, unit / per_lane);
+    const Lane lane(p_, chunks_, unit / per_lane);
     const int64_t first = unit % per_lane * together_, stop = least(parts_, first + together_);
     if (lane.count > FEW) {
       walk(lane, first, stop, scratch, worker);
@@ -92,6 +92,7 @@ class RecurrencePass {
       load_state(before ? before + column : nullptr, width, p_.key_dim, count, state(part, s));
     }
     for (int64_t chunk = 0; chunk < lane.chunks() && !worker.stopped(); ++chunk) {
+      const Flushing flushing;
       T* const kept = data_.checkpoints ? static_cast<T*>(data_.checkpoints) + (lane.checkpoint + chunk) * size : nullptr;
       for (int64_t part = first; part < stop && kept; ++part) keep(kept, part, s);
       prepare_chunk<T, DELTA, GATED>(p_, data_, lane, chunk, s.chunk);
@@ -118,6 +119,7 @@ class RecurrencePass {
 
   // The few tokens of a short sequence, one by one, with some columns of the state where they lie.
   void few(const Lane& lane, int64_t first, int64_t stop, RecurrenceScratch<T>& s) {
+    const Flushing flushing;
     const int64_t size = p_.key_dim * Lane::width(p_);
     T* const after = static_cast<T*>(data_.after) + lane.state(p_);
     const T* before = begin(lane, s);
@@ -161,6 +163,7 @@ class RecurrencePass {
                                s.value + t * FULL, s.output + t * FULL);
     }
     for (int64_t i = 0; i < p_.key_dim && some < FULL; ++i) copy(s.state + i * FULL, some, after + i * width + column);
+    clear_undefined(p_, s.chunk, lane.count, s.output, FULL);
     store_rows(s.output, FULL, some, by, from(lane.rows(data_.output, p_.output_type, p_.output, lane.head, 0), column));
   }
 
@@ -192,6 +195,7 @@ class RecurrencePass {
   // Rows of the output of a chunk.
   void give(const Lane& lane, int64_t chunk, int64_t column, const T* factors, const RecurrenceScratch<T>& s) const {
     const int64_t count = least(PART, p_.value_dim - column);
+    clear_undefined(p_, s.chunk, lane.tokens(chunk), s.output, s.columns);
     const Rows output = from(lane.rows(data_.output, p_.output_type, p_.output, lane.head, chunk), column);
     store_rows(s.output, s.columns, count, factors, output);
   }
@@ -225,6 +229,7 @@ class RecurrencePass {
 
   const Recurrence& p_;
   const RecurrenceForward& data_;
+  ChunkCounts chunks_;
   int64_t parts_ = 1, together_ = 1;
 };
 

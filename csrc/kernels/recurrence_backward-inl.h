@@ -178,6 +178,7 @@ class RecurrenceBackwardPass {
     apart_ = p_.heads > p_.key_heads;
     const int64_t batch = p_.starts ? 1 : p_.sequences;
     const size_t bytes = sizeof(T) * static_cast<size_t>(batch * p_.heads * tokens_ * p_.key_dim);
+    if (!chunks_.count(p_)) return Status::out_of_memory;
     if (apart_ && !(query_.reserve(bytes) && key_.reserve(bytes))) return Status::out_of_memory;
     Status status = each(*this, p_, run, p_.sequences * p_.heads, &RecurrenceBackwardPass::unit);
     if (apart_ && status == Status::ok) {
@@ -188,8 +189,7 @@ class RecurrenceBackwardPass {
 
  private:
   void unit(int64_t unit, Scratch& s, Worker& worker) {
-    const Flushing flushing;
-    const Lane lane(p_, unit);
+    const Lane lane(p_, chunks_, unit);
     const int64_t width = Lane::width(p_), rows = p_.key_dim;
     const T* const after = data_.grad_after ? static_cast<const T*>(data_.grad_after) + lane.state(p_) : nullptr;
     for (int64_t column = 0; column < p_.value_dim; column += PART) {
@@ -216,6 +216,7 @@ class RecurrenceBackwardPass {
 
   // All gradients of the tokens of a chunk, and that of the state before it.
   void gradients(const Lane& lane, int64_t chunk, Scratch& s) {
+    const Flushing flushing;
     const int64_t width = Lane::width(p_), tokens = lane.tokens(chunk);
     const T* const kept = static_cast<const T*>(data_.checkpoints) + (lane.checkpoint + chunk) * p_.key_dim * width;
     for (int64_t i = 0; i < s.chunk.wide && p_.normalize; ++i) {
@@ -246,6 +247,7 @@ class RecurrenceBackwardPass {
     load_tokens(from(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column), count, s.chunk.ones,
                 back.value, back.columns);
     load_tokens(from(grad_output(lane, chunk), column), count, by, back.grad_output, back.columns);
+    clear_undefined(p_, s.chunk, tokens, back.grad_output, back.columns);
     for (int64_t c = 0; c < back.columns; c += TILE_WIDTH<T>) {
       retrace<T, DELTA, GATED>(s.chunk, back, p_.key_dim, blocks_of(tokens, BLOCK), c);
     }
@@ -333,7 +335,7 @@ class RecurrenceBackwardPass {
   // The sum over the value heads that read a key head, in their order.
   void gather_unit(int64_t unit, Scratch& s, Worker& worker) {
     const int64_t group = p_.heads / p_.key_heads, key_head = unit % p_.key_heads;
-    const Lane lane(p_, unit / p_.key_heads * p_.heads + key_head * group);
+    const Lane lane(p_, chunks_, unit / p_.key_heads * p_.heads + key_head * group);
     for (int64_t chunk = 0; chunk < lane.chunks() && !worker.stopped(); ++chunk) {
       if (data_.grad_query) gather(lane, chunk, query(), s);
       if (data_.grad_key) gather(lane, chunk, key(), s);
@@ -341,6 +343,7 @@ class RecurrenceBackwardPass {
   }
 
   void gather(const Lane& lane, int64_t chunk, const Shared& grad, Scratch& s) {
+    const Flushing flushing;
     T* const sum = s.query;
     load_rows(own(grad.apart, lane, lane.head, chunk), p_.key_dim, s.chunk.ones, sum, s.chunk.wide);
     for (int64_t h = 1; h < p_.heads / p_.key_heads; ++h) add_rows(own(grad.apart, lane, lane.head + h, chunk), sum, s);
@@ -379,6 +382,7 @@ class RecurrenceBackwardPass {
 
   const Recurrence& p_;
   const RecurrenceBackward& data_;
+  ChunkCounts chunks_;
   int64_t tokens_ = 0;
   bool apart_ = false;
   Buffer query_, key_;

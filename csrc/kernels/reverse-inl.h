@@ -26,7 +26,7 @@ struct ReverseScratch {
   T *decay;                    // (BLOCKS, wide)
   T *inner, *weights;          // (BLOCKS, BLOCK, BLOCK); the diagonal of inner holds that of beta
 
-  ReverseScratch(const Recurrence& p, Arena& arena) : wide(padded<T>(p.key_dim)) {
+  ReverseScratch(const Recurrence& p, Arena& arena) : wide(channels<T>(p.key_dim)) {
     columns = blocks_of(least(PART, p.value_dim), TILE_WIDTH<T>) * TILE_WIDTH<T>;
     area = wide * columns;
     states = arena.take<T>(BLOCKS * area);
@@ -212,7 +212,7 @@ void sweep(const ChunkScratch<T>& s, ReverseScratch<T>& back, int64_t first, int
   sums_by_row(grad, some, back.value + n * BLOCK * columns, columns, back.writes + keys, s.wide);
   sums_by_row(state, some, back.grad_output + n * BLOCK * columns, columns, back.reads + keys, s.wide);
   if constexpr (DELTA) sums_by_row(state, some, back.grad_left, columns, back.erases + keys, s.wide);
-  if constexpr (GATED) products_by_row(grad, state, padded<T>(rows), columns, back.decay + n * s.wide + first);
+  if constexpr (GATED) products_by_row(grad, state, channels<T>(rows), columns, back.decay + n * s.wide + first);
   for (int64_t c = 0; c < columns; c += TILE_WIDTH<T>) turn_back<T, DELTA, GATED>(s, back, first, rows, n, c);
 }
 

@@ -5,6 +5,7 @@ document after another.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,5 +99,10 @@ def _differentiable(
     """Gradients as functions that can be differentiated again: autograd through plain operations, document by
     document.
     """
-    made = _joined(result_of(packed.problem, outcome) for outcome in _plainly(packed, seed))
-    return gradients_through((made.output, made.lse), packed.tensors, wanted, grads)
+
+    def compute(*given: Tensor | None) -> tuple[Tensor, Tensor]:
+        question = replace(packed, tensors=Tensors(*given))  # type: ignore[arg-type]
+        made = _joined(result_of(packed.problem, outcome) for outcome in _plainly(question, seed))
+        return made.output, made.lse
+
+    return Gradients(*gradients_through(compute, packed.tensors, wanted, grads))

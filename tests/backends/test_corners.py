@@ -46,6 +46,16 @@ def test_create_graph_where_only_the_value_has_a_gradient(backend):
 
 
 @OURS
+def test_create_graph_where_inputs_were_made_of_one_another(backend):
+    x = inputs()[0].requires_grad_()
+    for key in (x, 2 * x):
+        loss = qkv.attention(x, key, x.detach(), backend=backend).square().sum()
+        (once,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (again,) = torch.autograd.grad(loss, x, create_graph=True)
+        torch.testing.assert_close(again, once)
+
+
+@OURS
 def test_create_graph_where_nothing_is_seen(backend):
     q, k, v = (x.requires_grad_() for x in inputs())
     with pytest.warns(qkv.errors.InvertedMaskWarning):

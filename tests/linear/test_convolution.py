@@ -14,7 +14,7 @@ import engines
 import qkv.linear.fused
 from exams import threads
 from qkv.errors import DTypeError, QkvError, ShapeError, UnknownName, UnsupportedError, ValueOutOfRange
-from qkv.linear.convolution import _Convolution, short_convolution, short_convolution_step
+from qkv.linear.convolution import _Convolution, short_convolution
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS, WIDTHS = (0, 1, 2, 3, 5, 64, 200), (1, 5, 16, 33)
@@ -243,28 +243,16 @@ def test_segments_are_the_whole(form, dtype):
 
 
 @EACH
-def test_steps_in_place_are_the_whole(form):
+def test_pieces_are_the_whole(form):
     for taps, activation in ((4, "silu"), (8, None), (1, "silu")):
         x, weight, bias, tail = tensors(300, 33, taps, torch.bfloat16)
-        whole, end = short_convolution(x, weight, bias, activation=activation, initial_state=tail, return_state=True)
-        places = (tail.clone(), tail.transpose(0, 1).clone().transpose(0, 1))
-        for state in places:  # the second with gaps
-            where, parts = state.data_ptr(), []
-            for start, stop in itertools.pairwise((0, 1, 2, 2, 4, 9, 270, 300)):
-                rows = x[:, start] if stop == start + 1 else x[:, start:stop]
-                part = short_convolution_step(rows, weight, bias, state=state, activation=activation)
-                assert part.shape == rows.shape and not part.requires_grad
-                parts.append(part.reshape(2, stop - start, 33))
-            assert same(form, torch.cat(parts, 1), whole) and torch.equal(state, end) and state.data_ptr() == where
-
-
-@NATIVE
-def test_a_step_is_seen_by_autograd(form):
-    x, weight, _, state = tensors(9, 33, 4, torch.float32)
-    y = short_convolution(x, weight.requires_grad_(), initial_state=state)
-    short_convolution_step(x[:, 0], weight, state=state)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+        options = {"activation": activation, "return_state": True}
+        whole, end = short_convolution(x, weight, bias, initial_state=tail, **options)
+        parts = []
+        for start, stop in itertools.pairwise((0, 1, 2, 2, 4, 9, 270, 300)):
+            part, tail = short_convolution(x[:, start:stop], weight, bias, initial_state=tail, **options)
+            parts.append(part)
+        assert same(form, torch.cat(parts, 1), whole) and torch.equal(tail, end)
 
 
 @NATIVE
@@ -361,7 +349,8 @@ def test_as_transformers_convolves():
     assert torch.allclose(got, want.mT[:, :11], atol=1e-6)
     theirs = torch.nn.functional.pad(state.mT, (1, 0)).contiguous()  # which keeps one more
     last = their.causal_conv1d_update(x[:, 11:].mT, theirs, weight, bias, "silu")
-    assert torch.allclose(short_convolution_step(x[:, 11], weight, bias, state=state), last.squeeze(-1), atol=1e-6)
+    got, state = short_convolution(x[:, 11:], weight, bias, initial_state=state, return_state=True)
+    assert torch.allclose(got, last.mT, atol=1e-6)
     assert torch.equal(state.mT, theirs[..., 1:])
 
 
@@ -418,8 +407,6 @@ REFUSED = {
         "(N, K - 1, C)",
     ),
     "wide state": (DTypeError, lambda: short_convolution(X, WEIGHT, initial_state=TAIL.double()), "type of `x`"),
-    "state of a step": (ShapeError, lambda: short_convolution_step(X[:, 0], WEIGHT, state=TAIL[:1]), "`state` must"),
-    "no state": (DTypeError, lambda: short_convolution_step(X[:, 0], WEIGHT, state=None), "`state` must"),
     "activation": (UnknownName, lambda: short_convolution(X, WEIGHT, activation="swish"), "did you mean"),
     "a flag": (DTypeError, lambda: short_convolution(X, WEIGHT, return_state=1), "`return_state` must be True"),
     "packed batch": (ShapeError, lambda: short_convolution(X, WEIGHT, cu_seqlens=[0, 6]), "(1, L, C)"),

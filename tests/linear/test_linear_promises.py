@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import qkv
-from qkv.linear.native import MISSING
+from qkv.backends.extension import MISSING
 
 needs_core = pytest.mark.skipif(MISSING is not None, reason="the native core is not there")
 B, H, L, D, V = 3, 4, 200, 24, 40

@@ -15,7 +15,7 @@ from qkv import settings
 from qkv.errors import QkvError
 from qkv.linear import native
 from qkv.linear.state import RecurrentState
-from qkv.linear.state_draft import Snapshot
+from qkv.linear.state_held import Snapshot
 from qkv.linear.state_rules import RULES
 from qkv.linear.state_tokens import at_once
 

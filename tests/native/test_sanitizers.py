@@ -142,12 +142,16 @@ def test_no_report_on_memory_or_undefined_behaviour(tmp_path):
     program = driver("address", best())
     for mode, count in (("calls", 300), ("at_once", 20), ("no_memory", 20), ("interrupt", 1)):
         drive(way, program, mode, count)
+    for mode, count in (("linear", 120), ("beside", 300)):
+        drive(way, program, mode, count)
 
 
 def test_no_report_on_threads(tmp_path):
     way = way_for(tmp_path, "thread")
     program = driver("thread", baseline())
     for mode, count in (("calls", 100), ("at_once", 20), ("no_memory", 5), ("interrupt", 1)):
+        drive(way, program, mode, count)
+    for mode, count in (("linear", 60), ("beside", 150)):
         drive(way, program, mode, count)
 
 
@@ -158,3 +162,10 @@ def test_no_report_on_20_000_random_schedules(tmp_path):
     program = driver("address", best())
     for seed in range(0, 20_000, 2_000):
         drive(way, program, "schedules", 2_000, seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", ["linear", "beside"])
+def test_no_report_on_2_000_random_calls_of_the_linear_family(tmp_path, mode):
+    drive(way_for(tmp_path, "address"), driver("address", best()), mode, 2_000, seed=1_000)

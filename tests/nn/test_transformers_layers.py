@@ -13,8 +13,8 @@ DIM, LENGTH, BATCH = 32, 70, 2  # LENGTH: their chunk of 64, and more
 UNIT = 2.0**-24
 
 
-def close(got, want, times=4000):
-    """Within so many roundoffs of the greatest number: both sides are float32 chains over 70 tokens."""
+def close(got, want, times=240):
+    """Within so many roundoffs of the greatest number: about four times what two float32 chains of 70 tokens differ."""
     error = (got - want).abs().max().item()
     assert error <= times * UNIT * want.abs().max().item(), error / UNIT / want.abs().max().item()
 
@@ -142,7 +142,7 @@ def test_outputs_and_gradients_agree(model):
     gradients = ours.from_checkpoint(gradients)
     assert set(gradients) == {name for name, _ in ours.named_parameters()}
     for name, parameter in ours.named_parameters():
-        close(parameter.grad, gradients[name], times=40000)
+        close(parameter.grad, gradients[name], times=4500 if model is glm5_next else 700)  # a bound on g cancels more
 
 
 @models
@@ -153,7 +153,7 @@ def test_decoding_agrees_with_their_cache(model):
     close(ours(x[:, :50], state)[0], called(model, theirs, x[:, :50], cache))
     for t in range(50, LENGTH):
         close(ours.step(x[:, t], state)[0], called(model, theirs, x[:, t : t + 1], cache)[:, 0])
-    close(state.recurrent.state, their_state(model, cache), times=40000)
+    close(state.recurrent.state, their_state(model, cache), times=20)
 
 
 def their_state(model, cache):

@@ -4,6 +4,7 @@ differentiable operations wherever a derivative of another kind is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -55,22 +56,31 @@ def differentiable_gradients(
     grads: tuple[Tensor | None, Tensor | None],
 ) -> Gradients:
     """Gradients as functions that can be differentiated again: autograd through the plain forward pass."""
-    outcome = forward(problem, tensors, plan, seed, careful=True)
-    return gradients_through((outcome.output, outcome.lse), tensors, wanted, grads)
+
+    def compute(*given: Tensor | None) -> tuple[Tensor, Tensor]:
+        outcome = forward(problem, Tensors(*given), plan, seed, careful=True)  # type: ignore[arg-type]
+        return outcome.output, outcome.lse
+
+    return Gradients(*gradients_through(compute, tensors, wanted, grads))
 
 
 def gradients_through(
-    made: tuple[Tensor, Tensor], tensors: Tensors, wanted: Wanted, grads: tuple[Tensor | None, Tensor | None]
-) -> Gradients:
-    """Gradients that can be differentiated again, through the graph of an output and lse that were made of tensors."""
-    inputs = [tensor for tensor, needed in zip(tensors, wanted, strict=True) if needed and tensor is not None]
-    pairs = zip(made, grads, strict=True)
+    compute: Callable[..., Sequence[Tensor]],
+    tensors: Sequence[Tensor | None],
+    wanted: Wanted,
+    grads: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Gradients that can be differentiated again: autograd through what `compute` makes of the tensors."""
+    # Apart from one another, also where one was made of another, or two are the same.
+    given = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+    pairs = zip(compute(*given), grads, strict=True)
     linked = [(part, grad) for part, grad in pairs if part.requires_grad and grad is not None]
     if not linked:  # nothing is seen
-        return Gradients(*(None if t is None else torch.zeros_like(t) for t in tensors))
-    outputs, grad_outputs = zip(*linked, strict=True)
-    found = iter(torch.autograd.grad(outputs, inputs, grad_outputs, create_graph=True, allow_unused=True))
-    return Gradients(*(next(found) if needed else None for needed in wanted))
+        return tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in tensors)
+    inputs = [tensor for tensor, needed in zip(given, wanted, strict=True) if needed and tensor is not None]
+    made, grad_made = zip(*linked, strict=True)
+    found = iter(torch.autograd.grad(made, inputs, grad_made, create_graph=True, allow_unused=True))
+    return tuple(next(found) if needed else None for needed in wanted)
 
 
 def result_of(problem: Problem, outcome: Outcome) -> Result:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from qkv.question import as_autocast_does, ask
 from qkv.remembered import key_of
 from qkv.scores import Alibi, Relative
 from qkv.types import AuxOutput, AuxRequest, Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MOST = 16  # steps remembered
 

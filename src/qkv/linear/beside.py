@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv.errors import DTypeError, ShapeError, ValueOutOfRange, message
+from qkv.linear.recurrence import compute_dtype
 from qkv.shapes import check_dense, check_device, check_float, dtype_name, values_can_be_seen
 from qkv.types import Layout
 from qkv.values import bounds
@@ -33,7 +34,7 @@ class Inputs(NamedTuple):
     @property
     def wide(self) -> torch.dtype:
         """The type of states."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return compute_dtype(self.query.dtype)
 
 
 def read_gate(g: object, form: GateForm, inputs: Inputs) -> Tensor:

@@ -13,6 +13,8 @@ never inverted. decays.py has the pairs. What needs no state is made at once for
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,6 +30,8 @@ LARGE = 2**26  # the same on other devices, which want many chunks at once
 
 def answer(recurrence: Recurrence, streams: Streams, *, chunk: int = CHUNK) -> Outcome:
     """Outputs, and the state after each sequence."""
+    if torch.compiler.is_compiling():
+        operator.index(streams.value.shape[2])  # a graph is of one L: symbols take minutes to cut into chunks
     return joined(recurrence, [_run(recurrence, *one, chunk) for one in sequences(recurrence, streams)])
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
 from qkv.backends.autograd import Wanted
@@ -17,7 +16,8 @@ from qkv.backends.cpu import TYPES, address
 from qkv.backends.extension import native
 from qkv.errors import DTypeError, ShapeError, UnsupportedError, message, unknown_name
 from qkv.linear.asking import NO_GRAPH
-from qkv.linear.fused import Given, check_beside, compute_dtype, core_reads, core_takes, run, side_by_side
+from qkv.linear.fused import Given, check_beside, core_reads, run, side_by_side
+from qkv.linear.recurrence import compute_dtype
 from qkv.outside import outside_of_graphs
 from qkv.patterns.arguments import one_flag
 from qkv.shapes import check_dense, check_float, describe, dtype_name
@@ -89,34 +89,6 @@ def short_convolution(
     return _answer(x, weight, bias, *options)
 
 
-def short_convolution_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, state: Tensor, activation: Activation = "silu"
-) -> Tensor:
-    """The next token of each sequence, or the next L: as `short_convolution`, with the state advanced in place.
-
-    x: (B, C) or (B, L, C). state: (B, K - 1, C), the last inputs, oldest first, in the type of x; K - 1 newer ones take
-    their place. Result: as x. Nothing is differentiated. Raises the errors of `qkv.errors`.
-
-    >>> import torch
-    >>> state = torch.zeros(1, 1, 1)
-    >>> weight = torch.tensor([[10.0, 1.0]])
-    >>> [short_convolution_step(torch.full((1, 1), t), weight, state=state, activation=None).item() for t in (1.0, 2.0)]
-    [1.0, 12.0]
-    """
-    x = check_dense("x", x)
-    rows = x.unsqueeze(1) if x.ndim == 2 else x
-    operation = _Convolution(_read_activation(activation), None, keeps=True)
-    rows, weight, bias, _ = _read_tensors(rows, weight, bias, None, state=check_dense("state", state))
-    if core_takes(rows, weight, bias, state) and state.is_contiguous() and not state.is_neg():
-        out = operation.compute(rows, weight, bias, state, state)
-        increment_version(state)  # autograd refuses to go back through what it was
-    else:
-        with torch.no_grad():
-            out, after = operation.plain(rows, weight, bias, state)
-            state.copy_(after)
-    return out.squeeze(1) if x.ndim == 2 else out
-
-
 @dataclass(frozen=True, slots=True)
 class _Convolution:
     """One convolution besides its tensors x, weight, bias and the tail before."""
@@ -164,7 +136,7 @@ class _Convolution:
     def compute(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, after: Tensor | None
     ) -> Tensor:
-        """The output; the tail goes to `after`, which may be `before`."""
+        """The output; the tail goes to `after`."""
         asked, kept = self._asked(x, weight, bias)
         output = torch.empty_like(x, memory_format=torch.contiguous_format)
         native.convolution(*asked, address(before), output.data_ptr(), address(after))  # `kept` lives until it returns
@@ -221,7 +193,7 @@ def _answer(
 ) -> Tensor | tuple[Tensor, Tensor]:
     silu, keeps = _read_activation(activation), one_flag("return_state", return_state)
     starts = None if cu_seqlens is None else _read_starts(cu_seqlens, x)
-    tensors = _read_tensors(x, weight, bias, starts, initial_state=initial_state)
+    tensors = _read_tensors(x, weight, bias, starts, initial_state)
     output, *tail = run(_Convolution(silu, starts, keeps), *tensors)
     return (output, tail[0]) if keeps else output
 
@@ -245,9 +217,9 @@ def _read_starts(cu_seqlens: object, x: object) -> tuple[int, ...]:
 
 
 def _read_tensors(
-    x: object, weight: object, bias: object, starts: tuple[int, ...] | None, **states: object
+    x: object, weight: object, bias: object, starts: tuple[int, ...] | None, state: object
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The tensors of one call, checked against each other; the state by its name in that call."""
+    """The tensors of one call, checked against each other."""
     x = check_dense("x", x)
     check_float("x", x)
     if x.ndim != 3:
@@ -263,15 +235,15 @@ def _read_tensors(
         if tuple(bias.shape) != (channels,):
             holds, seen = f"`bias` must be (C,) = [{channels}]", f"got {list(bias.shape)}"
             raise ShapeError(message(holds, seen, "it holds one number a channel"))
-    ((name, state),) = states.items()
     if state is not None:
         count = x.shape[0] if starts is None else len(starts) - 1
-        state = _read_state(name, state, x, [count, weight.shape[1] - 1, channels])
+        state = _read_state(state, x, [count, weight.shape[1] - 1, channels])
     return x, weight, bias, state
 
 
-def _read_state(name: str, state: object, x: Tensor, shape: list[int]) -> Tensor:
+def _read_state(state: object, x: Tensor, shape: list[int]) -> Tensor:
     """The inputs before token 0 of each sequence."""
+    name = "initial_state"
     state = check_beside(name, state, x)
     if list(state.shape) != shape:
         holds, seen = f"`{name}` must be (N, K - 1, C) = {shape}", f"got {list(state.shape)}"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.backends.base import without_autocast
+from qkv.linear.recurrence import compute_dtype
 from qkv.philox import philox
 
 # Exponents of FAVOR+ are kept between these. Products of two features lie in e⁻⁸⁰ .. e⁷²: normal numbers of float32,
@@ -25,7 +26,7 @@ FAVOR_SEED = 0
 
 def widened(x: Tensor) -> Tensor:
     """The input in the type that features are computed in: float64 as it is, float32 for all others."""
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
+    return x.to(compute_dtype(x.dtype))
 
 
 def softmax_features(x: Tensor) -> Tensor:

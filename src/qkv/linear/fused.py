@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qkv.backends.autograd import Wanted, forward_mode
+from qkv.backends.autograd import Wanted, forward_mode, gradients_through
 from qkv.backends.cpu import TYPES, in_memory
 from qkv.backends.extension import MISSING, check_isa
 from qkv.errors import DeviceError, message
@@ -60,11 +60,6 @@ def core_takes(*tensors: Tensor | None) -> bool:
     )
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of all that is computed for inputs of a type."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def core_reads(tensor: Tensor, wide: torch.dtype) -> Tensor:
     """A dense tensor of a type that the core reads beside numbers of the compute type."""
     fits = tensor.dtype == wide or (wide == torch.float32 and tensor.dtype != torch.float64)
@@ -100,20 +95,6 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         tensors, wanted, operation = ctx.saved_tensors, ctx.needs_input_grad[1:], ctx.operation
         if torch.is_grad_enabled():
-            return None, *_through_plain(operation, tensors, grads, wanted)
+            return None, *gradients_through(operation.plain, tensors, wanted, grads)
         given = tuple(None if grad is None else in_memory(grad) for grad in grads)
         return None, *operation.gradients(tensors, given, wanted)
-
-
-def _through_plain(operation: Operation, tensors: Given, grads: Given, wanted: Wanted) -> Given:
-    """Gradients that can be differentiated again."""
-    inputs = [tensor for tensor, needed in zip(tensors, wanted, strict=True) if needed and tensor is not None]
-    made = operation.plain(*tensors)
-    linked = [
-        (result, grad) for result, grad in zip(made, grads, strict=True) if result.requires_grad and grad is not None
-    ]
-    if not linked:
-        return (None,) * len(tensors)
-    results, given = zip(*linked, strict=True)
-    found = iter(torch.autograd.grad(results, inputs, given, create_graph=True, allow_unused=True))
-    return tuple(next(found) if needed else None for needed in wanted)

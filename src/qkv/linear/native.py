@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv.backends.autograd import gradients_through
 from qkv.backends.base import without_autocast
 from qkv.backends.cpu import TYPES, address, in_memory
 from qkv.backends.extension import MISSING, check_isa, native
@@ -22,7 +23,7 @@ from qkv.linear.recurrence import Outcome, Recurrence, Streams
 from qkv.shapes import dtype_name
 from qkv.values import NARROW
 
-__all__ = ["MISSING", "advance", "answer", "reasons_against"]
+__all__ = ["advance", "answer", "as_the_core_reads", "call", "reasons_against"]
 
 WIDEST = 256  # the greatest D: beyond it a state does not stay near
 CHUNK = 64  # tokens between checkpoints, of csrc/kernels/chunk-inl.h
@@ -44,6 +45,8 @@ def reasons_against(recurrence: Recurrence, device: torch.device) -> list[str]:
         reasons.append(f"it takes widths D up to {WIDEST}, not {recurrence.key_dim}")
     if recurrence.delta and recurrence.normalize:
         reasons.append("it has no normaliser for delta rules")
+    if recurrence.normalize and recurrence.scale == 0:
+        reasons.append("its normaliser leaves the scale out, and 0 / 0 is not 1")
     return reasons
 
 
@@ -53,17 +56,17 @@ def answer(recurrence: Recurrence, streams: Streams) -> Outcome:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in streams):
         return Outcome(*_Recurrence.apply(recurrence, *streams))  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        return _forward(recurrence, _as_the_core_reads(recurrence, streams))
+        return _forward(recurrence, as_the_core_reads(recurrence, streams))
 
 
 def advance(recurrence: Recurrence, streams: Streams, state: Tensor) -> Tensor:
     """The output, without a graph; `state` (N, H, D, W), dense and of the compute type, is carried on in place."""
     check_isa()
     with torch.no_grad():
-        read = _as_the_core_reads(recurrence, streams._replace(state=None))
-        output = torch.empty_like(read.value)
+        read = as_the_core_reads(recurrence, streams._replace(state=None))
+        output = _like(read.value)
         where = (*map(address, read[:5]), state.data_ptr(), output.data_ptr(), state.data_ptr(), 0)
-        _call(recurrence, read, output).forward(torch.get_num_threads(), *where)
+        call(recurrence, read, output).forward(torch.get_num_threads(), *where)
         return output
 
 
@@ -72,7 +75,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recurrence: Recurrence, *streams: Tensor | None) -> tuple[Tensor, Tensor]:
-        read = _as_the_core_reads(recurrence, Streams(*streams))  # type: ignore[arg-type]
+        read = as_the_core_reads(recurrence, Streams(*streams))  # type: ignore[arg-type]
         checkpoints = read.value.new_empty(_kept(recurrence), dtype=recurrence.compute_dtype)
         wide = recurrence.compute_dtype if recurrence.normalize else recurrence.dtype
         output, state = _forward(recurrence, read, checkpoints, wide)
@@ -88,7 +91,11 @@ class _Recurrence(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         with without_autocast(streams.query.device):
             if torch.is_grad_enabled():
-                return None, *_differentiable(recurrence, streams, wanted, (grad_output, grad_state))
+
+                def again(*given: Tensor | None) -> Outcome:
+                    return chunked.answer(recurrence, Streams(*given))  # type: ignore[arg-type]
+
+                return None, *gradients_through(again, streams, wanted, (grad_output, grad_state))
             grads = _backward(recurrence, streams, (checkpoints, output), (grad_output, grad_state), wanted)
         return None, *grads
 
@@ -97,10 +104,10 @@ def _forward(
     recurrence: Recurrence, read: Streams, checkpoints: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Outcome:
     """Both results in memory of their own; the output lies as the value does, of its type unless `dtype` is given."""
-    output = torch.empty_like(read.value, dtype=dtype)
+    output = _like(read.value, dtype)
     state = read.value.new_empty(recurrence.state_shape, dtype=recurrence.compute_dtype)
     where = (*map(address, read), output.data_ptr(), state.data_ptr(), address(checkpoints))
-    _call(recurrence, read, output).forward(torch.get_num_threads(), *where)  # `read` lives until the core returns
+    call(recurrence, read, output).forward(torch.get_num_threads(), *where)  # `read` lives until the core returns
     return Outcome(output, state)
 
 
@@ -112,40 +119,21 @@ def _backward(
     wanted: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """Gradients in the types of the streams, None where not wanted."""
-    read, (checkpoints, output), wide = _as_the_core_reads(recurrence, streams), kept, recurrence.compute_dtype
-    grad_output = torch.zeros_like(read.value) if incoming[0] is None else _rows(in_memory(incoming[0]))
+    read, (checkpoints, output), wide = as_the_core_reads(recurrence, streams), kept, recurrence.compute_dtype
+    grad_output = _like(read.value).zero_() if incoming[0] is None else _rows(in_memory(incoming[0]))
     grad_state = None if incoming[1] is None else in_memory(incoming[1]).contiguous()
-    made = [torch.empty_like(t) if want else None for t, want in zip(read[:3], wanted[:3], strict=True)]
+    made = [_like(t) if want else None for t, want in zip(read[:3], wanted[:3], strict=True)]
     made += [
         t.new_empty(t.shape, dtype=wide) if t is not None and want else None
         for t, want in zip(streams[3:], wanted[3:], strict=True)
     ]
     where = (*map(address, read[:5]), *map(address, (checkpoints, output, grad_output, grad_state, *made)))
-    call = _call(recurrence, read, read.value if output is None else output)
-    call.backward(torch.get_num_threads(), tuple(map(_steps, (grad_output, *made[:3]))), *where)
+    prepared = call(recurrence, read, read.value if output is None else output)
+    prepared.backward(torch.get_num_threads(), tuple(map(_steps, (grad_output, *made[:3]))), *where)
     return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(made, streams, strict=True)]
 
 
-def _differentiable(
-    recurrence: Recurrence,
-    streams: Streams,
-    wanted: tuple[bool, ...],
-    incoming: tuple[Tensor | None, Tensor | None],
-) -> list[Tensor | None]:
-    """Gradients that can be differentiated again: autograd through the torch operations."""
-    outcome = chunked.answer(recurrence, streams)
-    linked = [(o, g) for o, g in zip(outcome, incoming, strict=True) if o.requires_grad and g is not None]
-    inputs = [t for t, want in zip(streams, wanted, strict=True) if want and t is not None]
-    if not linked:
-        return [
-            torch.zeros_like(t) if want and t is not None else None for t, want in zip(streams, wanted, strict=True)
-        ]
-    outputs, grads = zip(*linked, strict=True)
-    found = iter(torch.autograd.grad(outputs, inputs, grads, create_graph=True, allow_unused=True))
-    return [next(found) if want else None for want in wanted]
-
-
-def _as_the_core_reads(recurrence: Recurrence, streams: Streams) -> Streams:
+def as_the_core_reads(recurrence: Recurrence, streams: Streams) -> Streams:
     """Channels side by side, the state dense and in the compute type; all else as it is."""
     query, key, value, gate, beta, state = streams
     wide = recurrence.compute_dtype
@@ -163,6 +151,12 @@ def _readable(tensor: Tensor, wide: torch.dtype) -> Tensor:
     """A stream of the compute type, or of 16 bits beside float32; any other is converted."""
     fits = tensor.dtype == wide or (wide == torch.float32 and tensor.dtype in NARROW)
     return tensor if fits else tensor.to(wide)
+
+
+def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory that lies as a tensor does where that leaves its last axis dense."""
+    made = torch.empty_like(tensor, dtype=dtype)
+    return made if _rows(made) is made else tensor.new_empty(tensor.shape, dtype=dtype)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -186,7 +180,9 @@ def _steps(tensor: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if tensor is None else tensor.stride()[:3]  # type: ignore[return-value]
 
 
-def _call(recurrence: Recurrence, read: Streams, output: Tensor) -> native.Recurrence:
+def call(recurrence: Recurrence, read: Streams, output: Tensor) -> native.Recurrence:
+    """The question for streams as `as_the_core_reads` gives them and an output, remembered by types and strides."""
+    assert read.query.dtype == read.key.dtype == read.value.dtype == recurrence.dtype
     types = tuple(TYPES[read.query.dtype if t is None else t.dtype] for t in (read.query, read.gate, read.beta, output))
     strides = tuple(map(_steps, (*read[:5], output)))
     return _prepared(recurrence, types, strides)

@@ -17,7 +17,8 @@ from qkv.backends.cpu import TYPES, address
 from qkv.backends.extension import native
 from qkv.errors import DTypeError, ShapeError, ValueOutOfRange, message, unknown_name
 from qkv.inputs import read_number
-from qkv.linear.fused import Given, check_beside, compute_dtype, core_reads, run, side_by_side
+from qkv.linear.fused import Given, check_beside, core_reads, run, side_by_side
+from qkv.linear.recurrence import compute_dtype
 from qkv.patterns.arguments import one_flag
 from qkv.shapes import check_dense, check_float, dtype_name
 

@@ -21,6 +21,11 @@ Gate: TypeAlias = Literal["none", "scalar", "vector"]
 Feature: TypeAlias = Literal["none", "elu", "relu", "squared_relu"]
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of states, and of all that is computed for inputs of a type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Streams(NamedTuple):
     """The tensors of one call. Gate, beta and state may be wider than q, k and v."""
 
@@ -60,7 +65,7 @@ class Recurrence:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The type of states, and of all that is computed."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return compute_dtype(self.dtype)
 
     @property
     def group(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from qkv.linear.recurrence import Streams
 from qkv.linear.state_draft import Draft, own
 from qkv.linear.state_held import Held, alone
 from qkv.linear.state_rules import RULES, read_setting
-from qkv.linear.state_tokens import Call, Tokens, at_once, check_gate, compute, prepare
+from qkv.linear.state_tokens import Call, Tokens, all_plain, at_once, check_gate, check_strength, compute, prepare
 from qkv.question import as_autocast_does
 from qkv.settings import BACKEND, read
 from qkv.shapes import check_dense, describe
 from qkv.types import Layout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MOST = 16  # calls remembered
 BEFORE = (MemoryError, RuntimeError, QkvError)  # what the native core raises, all of it before it writes
@@ -37,7 +40,8 @@ class RecurrentState(Held):
     rule: "linear", "retention", "gated_linear", "delta", "gated_delta", "kimi_delta" or "ssd": the recurrence and the
     defaults of `linear_attention`, `retention` and so on. feature_map, normalize, scale: as there, None for the default
     of the rule; a map that makes another width of D gives the state as many rows. decay: of "retention", (H,), the log
-    of each head's constant. dtype: of q, k and v; the state is float32, or float64 for float64.
+    of each head's constant. dtype: of q, k and v; the state is float32, or float64 for float64. backend: "auto", "cpu",
+    "chunked" or "reference"; a name is used or refused with its reasons, by the first step.
 
     >>> import torch
     >>> state = RecurrentState(batch=1, heads=2, key_dim=4, value_dim=3, rule="delta")
@@ -62,6 +66,7 @@ class RecurrentState(Held):
         decay: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        backend: str = "auto",
     ) -> None:
         setting = read_setting(
             heads,
@@ -75,6 +80,7 @@ class RecurrentState(Held):
             decay=decay,
             dtype=dtype,
             device=device,
+            backend=backend,
         )
         shape = setting.shape(read_size("batch", batch, 0))
         with torch.inference_mode(False):
@@ -94,6 +100,7 @@ class RecurrentState(Held):
         normalize: bool | None = None,
         scale: float | None = None,
         decay: Tensor | None = None,
+        backend: str = "auto",
     ) -> Self:
         """Go on from the last state (B, H, D, W) of a function, as after a prompt. It is copied.
 
@@ -122,6 +129,7 @@ class RecurrentState(Held):
             decay=decay,
             dtype=given.dtype,
             device=given.device,
+            backend=backend,
         )
         made.load(given, length=length)
         return made
@@ -141,8 +149,8 @@ class RecurrentState(Held):
 
         One token: query and key (B, K, D), value (B, H, V), g (B, H) or (B, H, D), beta (B, H); gives (B, H, V).
         n tokens: one more axis n after the heads, or before them with layout="BLHD"; gives (B, H, n, V), (B, n, H, V).
-        Any dtype that the state takes; g and beta may be in the state's own. g is log decay and at most 0, which is
-        checked on the CPU only, where it costs no waiting.
+        Any dtype that the state takes; g and beta may be in the state's own. g is log decay and at most 0, and beta is
+        finite, which is checked on the CPU only, where it costs no waiting.
 
         draft: the tokens may be taken back by `accept` or `reject`, and the next ones until then; the state before the
         first of them, and copies of the tokens, are kept until then.
@@ -170,6 +178,8 @@ class RecurrentState(Held):
                 return tokens.value.new_empty(tokens.value.shape)
         if g is not None and g.is_cpu:
             check_gate(g)
+        if beta is not None and beta.is_cpu:
+            check_strength(beta)
         if call.core is not None and not draft:
             return self._at_once(call, tokens)
         streams = call.streams(tokens)
@@ -209,7 +219,7 @@ class RecurrentState(Held):
         """Check everything that a remembered call need not."""
         self._check_whole()
         if self._draft is not None and not draft:
-            self._check_settled("step")
+            self.check_settled("step")
         call = self._calls.get(form)
         if call is None or _are_functorch_transforms_active():
             call = prepare(self._setting, self.batch, tokens, layout)
@@ -261,16 +271,6 @@ class RecurrentState(Held):
                 draft.calls.pop()
                 self._draft = known
             raise
-
-
-def all_plain(tokens: Tokens) -> bool:
-    """Whether no tensor has a graph, and all numbers are in memory as they are meant."""
-    query, key, value, gate, beta = tokens
-    if query.requires_grad or key.requires_grad or value.requires_grad or query.is_neg() or key.is_neg():
-        return False
-    if value.is_neg() or (gate is not None and (gate.requires_grad or gate.is_neg())):
-        return False
-    return beta is None or not (beta.requires_grad or beta.is_neg())
 
 
 def form_of(tokens: Tokens, layout: str) -> Hashable:

@@ -1,4 +1,4 @@
-"""What a recurrent state was, kept aside: a snapshot, and the tokens of a draft with the state before them."""
+"""Tokens that may be taken back: copies of them, and of the state before them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from qkv.linear.recurrence import Streams
-from qkv.linear.state_rules import Setting
 from qkv.linear.state_tokens import Call
 
 
@@ -17,25 +16,6 @@ def own(tensor: Tensor) -> Tensor:
     """A dense copy without a graph, which may be written to in every mode, also where it is made in inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         return tensor.clone(memory_format=torch.contiguous_format)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """What a `RecurrentState` was at one moment, in memory of its own; nothing changes it."""
-
-    setting: Setting = field(repr=False)
-    length: int
-    _state: Tensor = field(repr=False)
-
-    @property
-    def state(self) -> Tensor:
-        """A copy of the numbers, (B, H, D, W)."""
-        return own(self._state)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that are held."""
-        return self._state.nbytes
 
 
 @dataclass(slots=True, eq=False)

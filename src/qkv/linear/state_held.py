@@ -4,20 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qkv.cache.arguments import read_integers, read_size
 from qkv.errors import DTypeError, ShapeError, UnsupportedError, ValueOutOfRange, message
-from qkv.linear.state_draft import Draft, Snapshot, own
-from qkv.linear.state_rules import Setting
+from qkv.linear.engine import check_name
+from qkv.linear.state_draft import Draft, own
+from qkv.linear.state_rules import Setting, same_map
 from qkv.linear.state_tokens import Call
 from qkv.outside import outside_of_graphs
 from qkv.shapes import check_dense, describe, dtype_name
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 alone = outside_of_graphs("a recurrent state is kept outside of the graph")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What a `RecurrentState` was at one moment, in memory of its own; nothing changes it."""
+
+    setting: Setting = field(repr=False)
+    length: int
+    _state: Tensor = field(repr=False)
+
+    @property
+    def state(self) -> Tensor:
+        """A copy of the numbers, (B, H, D, W)."""
+        return own(self._state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are held."""
+        return self._state.nbytes
 
 
 class Held:
@@ -72,6 +96,16 @@ class Held:
         return self._setting.device
 
     @property
+    def backend(self) -> str:
+        """What answers a step: an engine by its name, or "auto"; another one from when it is set."""
+        return self._setting.backend
+
+    @backend.setter
+    def backend(self, name: str) -> None:
+        check_name(name)
+        self._setting, self._calls = replace(self._setting, backend=name), {}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory that are held now: the state, and a draft's state before it and copies of its tokens."""
         return self._state.nbytes + (0 if self._draft is None else self._draft.nbytes)
@@ -83,7 +117,7 @@ class Held:
     @alone
     def snapshot(self) -> Snapshot:
         """What the state is now, to come back to as often as one likes."""
-        self._check_settled("snapshot")
+        self.check_settled("snapshot")
         return Snapshot(self._setting, self._length, own(self._state))
 
     @alone
@@ -93,12 +127,15 @@ class Held:
             holds = "`snapshot` must come from snapshot()"
             raise DTypeError(message(holds, f"got {describe(snapshot)}", "give a tensor to load(state)"))
         theirs = snapshot._state  # noqa: SLF001 - the property makes a copy
-        if theirs.shape != self._state.shape or not snapshot.setting.agrees_with(self._setting):
-            seen = f"it is {list(theirs.shape)} with {snapshot.setting.facts()}"
-            holds = (
-                f"`snapshot` must be of a state like this one, {list(self._state.shape)} with {self._setting.facts()}"
-            )
-            raise ShapeError(message(holds, seen, "restore it into a state that was made the same way"))
+        pairs = (self._state, self._setting), (theirs, snapshot.setting)
+        mine, given = (f"{list(state.shape)} with {setting.facts()}" for state, setting in pairs)
+        remedy = "restore it into a state that was made the same way"
+        if mine != given:
+            raise ShapeError(message(f"`snapshot` must be of a state like this one, {mine}", f"it is {given}", remedy))
+        if not same_map(snapshot.setting.feature_map, self._setting.feature_map):
+            holds = "`snapshot` must be of a state with the same `feature_map`"
+            seen = f"its {self._setting.features_name} is another, or holds other numbers"
+            raise ValueOutOfRange(message(holds, seen, remedy))
         self._put(theirs, snapshot.length)
 
     @alone
@@ -133,7 +170,7 @@ class Held:
     @alone
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Make sequence b what sequence index[b] was, as beam search does; index may have any length, the new B."""
-        self._check_settled("reorder")
+        self.check_settled("reorder")
         chosen = read_integers("index", index, None)
         for place, b in enumerate(chosen):
             if not 0 <= b < self.batch:
@@ -146,7 +183,7 @@ class Held:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What no setting tells, as tensors that any format can hold: "state", a copy, and "length", int64 ()."""
-        self._check_settled("state_dict")
+        self.check_settled("state_dict")
         return {"state": own(self._state), "length": torch.tensor(self._length)}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
@@ -195,7 +232,8 @@ class Held:
             remedy = "call reject() of its draft" if self._draft is not None else "restore a snapshot, load, or reset()"
             raise UnsupportedError(message(holds, seen, remedy))
 
-    def _check_settled(self, method: str) -> None:
+    def check_settled(self, method: str) -> None:
+        """Raise where `method`, which needs all tokens to stay, meets an interrupted state or an open draft."""
         self._check_whole()
         if self._draft is not None:
             holds = f"`{method}` must not meet an open draft"

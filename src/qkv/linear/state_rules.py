@@ -5,19 +5,20 @@ Names and defaults are those of the functions: "linear" is `linear_attention`, "
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkv.cache.arguments import read_size
 from qkv.errors import DeviceError, DTypeError, ShapeError, ValueOutOfRange, message, unknown_name
 from qkv.inputs import read_scale
+from qkv.linear.beside import _check_sign
+from qkv.linear.engine import check_name
 from qkv.linear.features import FeatureMap, read_feature_map
-from qkv.linear.recurrence import Feature, Gate, Recurrence
-from qkv.shapes import FLOATS, check_dense, describe
+from qkv.linear.recurrence import Feature, Gate, Recurrence, compute_dtype
+from qkv.shapes import FLOATS, check_dense, describe, dtype_name, values_can_be_seen
 
 
 class Rule(NamedTuple):
@@ -59,6 +60,7 @@ class Setting:
     decay: Tensor | None  # (H,) in the type of the state
     dtype: torch.dtype  # of the state: float32, or float64
     device: torch.device
+    backend: str
 
     @property
     def rule(self) -> Rule:
@@ -85,14 +87,18 @@ class Setting:
             dtype=dtype,
         )
 
-    def agrees_with(self, other: Setting) -> bool:
-        """Whether a state of the one means the same to the other: the same rule, over the same features."""
-        return self.facts() == other.facts() and self.feature_map is other.feature_map
-
     def facts(self) -> str:
-        """In a line, what a state's numbers depend on, its shape apart."""
-        phi = self.feature if self.feature_map is None else type(self.feature_map).__name__
-        return f"rule {self.name!r}, features {phi}, normalize {self.normalize}, {str(self.dtype)[6:]}"
+        """In a line, what the numbers of a state mean, its shape and the inside of a feature map apart."""
+        facts = [f"rule {self.name!r}", f"features {self.features_name}", f"normalize {self.normalize}"]
+        facts += [f"scale {self.scale!r}", dtype_name(self.dtype)]
+        if self.decay is not None and values_can_be_seen(self.decay):
+            facts.insert(-1, f"decay {self.decay.tolist()}")
+        return ", ".join(facts)
+
+    @property
+    def features_name(self) -> str:
+        """What phi is called."""
+        return self.feature if self.feature_map is None else type(self.feature_map).__name__
 
 
 def read_setting(
@@ -108,6 +114,7 @@ def read_setting(
     decay: object,
     dtype: object,
     device: torch.device | str | None,
+    backend: object,
 ) -> Setting:
     """Check what a state is made with; None is the default of the rule's function."""
     if not isinstance(rule, str) or rule not in RULES:
@@ -117,9 +124,10 @@ def read_setting(
         raise DTypeError(message(holds, f"got {dtype!r}", "give the type of q, k and v"))
     if normalize is not None and not isinstance(normalize, bool):
         raise DTypeError(message("`normalize` must be a bool", f"got {normalize!r}", "leave it out for the rule's own"))
+    check_name(backend)
     known, width = RULES[rule], read_size("key_dim", key_dim, 1)
     count = read_size("heads", heads, 1)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = compute_dtype(dtype)
     place = torch.empty(0, device=device).device
     groups = _read_key_heads(key_heads, count)
     feature, applied = read_feature_map(known.feature if feature_map is None else feature_map, width)  # type: ignore[arg-type]
@@ -138,7 +146,31 @@ def read_setting(
         decay=_read_decay(decay, rule, count, wide, place),
         dtype=wide,
         device=place,
+        backend=str(backend),
     )
+
+
+def same_map(one: object, other: object) -> bool:
+    """Whether two feature maps give the same features: one object, or modules of one kind with equal contents."""
+    if not (isinstance(one, nn.Module) and type(one) is type(other)):
+        return one is other
+    mine, theirs = ({k: v for k, v in vars(phi).items() if k != "training"} for phi in (one, other))
+    return _equal(mine, theirs)
+
+
+def _equal(one: object, other: object) -> bool:
+    """Whether what two modules hold under one name is the same; where that cannot be told it is not."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.shape == other.shape and one.dtype == other.dtype
+        return alike and (one is other or torch.equal(one.detach().cpu(), other.detach().cpu()))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    if isinstance(one, nn.Module):
+        return same_map(one, other)
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _read_key_heads(key_heads: object, heads: int) -> int:
@@ -175,7 +207,5 @@ def _read_decay(decay: object, name: str, heads: int, dtype: torch.dtype, device
         raise DeviceError(message(holds, f"got {given.device}", f"move it with decay.to({str(device)!r})"))
     with torch.inference_mode(False):
         own = given.detach().to(dtype, copy=True)
-    if bool((own > 0).any()) or any(map(math.isnan, own.tolist())):
-        remedy = "pass the log of a constant in 0..1"
-        raise ValueOutOfRange(message("`decay` must be at most 0", f"got {own.tolist()}", remedy))
+    _check_sign("decay", own)
     return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -22,13 +23,16 @@ from qkv.errors import (
     unknown_name,
 )
 from qkv.linear import native
+from qkv.linear.beside import _check_sign
 from qkv.linear.engine import ENGINES, choose
 from qkv.linear.features import FeatureMap
 from qkv.linear.recurrence import Outcome, Recurrence, Streams
 from qkv.linear.state_rules import Setting
 from qkv.shapes import check_dense, check_float, describe, dtype_name
+from qkv.values import bounds
 
 Core: TypeAlias = "binary.Recurrence"
+FEW = 1 << 15  # numbers: up to these torch reads by one thread, and needs no others in a forked child
 NAMES = ("query", "key", "value", "g", "beta")
 
 
@@ -97,6 +101,16 @@ class Call:
         return found.detach().to(recurrence.dtype)
 
 
+def all_plain(tokens: Tokens) -> bool:
+    """Whether no tensor has a graph, and all numbers are in memory as they are meant."""
+    query, key, value, gate, beta = tokens
+    if query.requires_grad or key.requires_grad or value.requires_grad or query.is_neg() or key.is_neg():
+        return False
+    if value.is_neg() or (gate is not None and (gate.requires_grad or gate.is_neg())):
+        return False
+    return beta is None or not (beta.requires_grad or beta.is_neg())
+
+
 def prepare(setting: Setting, batch: int, tokens: Tokens, layout: str) -> Call:
     """Check one step, and choose its engine as the functions do."""
     if _are_functorch_transforms_active():
@@ -124,7 +138,7 @@ def prepare(setting: Setting, batch: int, tokens: Tokens, layout: str) -> Call:
         constant = constant.contiguous() if length == 1 else constant
     call = Call(recurrence, single, swapped, "", setting.feature_map, constant)
     streams = call.streams(tokens)
-    engine = choose(recurrence, streams, "auto")
+    engine = choose(recurrence, streams, setting.backend)
     ready = engine == "cpu" and setting.feature_map is None and length * batch > 0
     return replace(call, engine=engine, core=_core_of(call, tokens, streams) if ready else None)
 
@@ -132,11 +146,11 @@ def prepare(setting: Setting, batch: int, tokens: Tokens, layout: str) -> Call:
 def _core_of(call: Call, tokens: Tokens, streams: Streams) -> Core | None:
     """What answers tokens of these types and strides without a view of them; None where it would convert some first."""
     check_isa()
-    read = native._as_the_core_reads(call.recurrence, streams)  # noqa: SLF001
+    read = native.as_the_core_reads(call.recurrence, streams)
     if any(mine is not theirs for mine, theirs in zip(read, streams, strict=True)):
         return None
     output = call.streams(tokens._replace(value=tokens.value.new_empty(tokens.value.shape))).value
-    return native._call(call.recurrence, read, output)  # noqa: SLF001
+    return native.call(call.recurrence, read, output)
 
 
 def at_once(call: Call, tokens: Tokens, state: Tensor) -> Tensor:
@@ -161,11 +175,22 @@ def at_once(call: Call, tokens: Tokens, state: Tensor) -> Tensor:
 
 
 def check_gate(gate: Tensor) -> None:
-    """The logs of decays are at most 0; NaN stays, and spreads."""
-    most = gate.max().item() if gate.numel() else 0.0
-    if most > 0:
-        holds, seen = "`g` must be at most 0: it is the logarithm of a decay", f"its greatest number is {most:g}"
-        raise ValueOutOfRange(message(holds, seen, "pass g.log() of factors in 0..1"))
+    """As the functions: the logs of decays are at most 0; NaN stays, and spreads."""
+    if not 0 < gate.numel() <= FEW or gate.max().item() > 0:
+        _check_sign("g", gate)
+
+
+def check_strength(beta: Tensor) -> None:
+    """As the functions: write strengths are finite, which their sum tells at once; NaN stays, and spreads."""
+    if not 0 < beta.numel() <= FEW or not math.isfinite(beta.sum().item()):
+        _check_finite(beta)
+
+
+def _check_finite(beta: Tensor) -> None:
+    least, most = bounds(beta) if beta.numel() else (0.0, 0.0)
+    if math.isinf(least) or math.isinf(most):
+        seen = f"its numbers go from {least:g} to {most:g}"
+        raise ValueOutOfRange(message("`beta` must be finite", seen, "0 writes nothing, 1 replaces what k names"))
 
 
 def _check_given(setting: Setting, tokens: Tokens) -> None:

@@ -9,11 +9,10 @@ from torch.nn import functional as F
 from qkv.cache.arguments import read_size
 from qkv.linear.delta_rule import gated_delta_rule
 from qkv.linear.norms import l2_norm
-from qkv.nn.initial import log_of_uniform, log_uniform_time_step
 from qkv.nn.layer import Memory, RecurrentLayer
 from qkv.nn.names import renamed, stacked
 from qkv.nn.norm import GatedRMSNorm
-from qkv.nn.parts import divided, head_width, short_taps, wide
+from qkv.nn.parts import divided, head_width, log_of_uniform, log_uniform_time_step, short_taps, wide
 from qkv.nn.passage import Passage
 
 # Flash-linear-attention's and Olmo-Hybrid's names for the same tensors.
@@ -61,13 +60,12 @@ class GatedDeltaNet(RecurrentLayer):
         eps: float = 1e-6,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads)
+        super().__init__(dim, heads, backend)
         self.key_heads = heads if key_heads is None else read_size("key_heads", key_heads, 1)
         self.group = divided("heads", heads, "key_heads", self.key_heads)
         self.head_k_dim = head_width("head_k_dim", head_k_dim, dim, heads)
         self.head_v_dim = self.head_k_dim if head_v_dim is None else read_size("head_v_dim", head_v_dim, 1)
         self.allow_neg_eigval = allow_neg_eigval
-        self.backend = backend
         key_dim, value_dim = self.key_heads * self.head_k_dim, heads * self.head_v_dim
         self.widths = (key_dim, key_dim, value_dim)
         self.in_proj_qkv = nn.Linear(dim, sum(self.widths), bias=False)

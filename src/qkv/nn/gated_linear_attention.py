@@ -7,10 +7,9 @@ from torch.nn import functional as F
 
 from qkv.cache.arguments import read_size
 from qkv.linear.gated_linear_attention import gated_linear_attention
-from qkv.nn.initial import xavier_
 from qkv.nn.layer import Memory, RecurrentLayer
 from qkv.nn.norm import GatedRMSNorm
-from qkv.nn.parts import head_width, wide
+from qkv.nn.parts import head_width, wide, xavier_
 from qkv.nn.passage import Passage
 
 
@@ -46,11 +45,10 @@ class GatedLinearAttention(RecurrentLayer):
         eps: float = 1e-5,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads)
+        super().__init__(dim, heads, backend)
         self.head_k_dim = head_width("head_k_dim", head_k_dim, dim, 2 * heads)
         self.head_v_dim = head_width("head_v_dim", head_v_dim, dim, heads)
         self.gate_logit_normalizer = gate_logit_normalizer
-        self.backend = backend
         rank = read_size("gate_low_rank_dim", gate_low_rank_dim, 1)
         key_dim, value_dim = heads * self.head_k_dim, heads * self.head_v_dim
         self.q_proj = nn.Linear(dim, key_dim, bias=False)

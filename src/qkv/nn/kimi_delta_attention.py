@@ -9,11 +9,10 @@ from torch.nn import functional as F
 from qkv.errors import ValueOutOfRange, message
 from qkv.linear.delta_rule import kimi_delta_attention
 from qkv.linear.norms import l2_norm
-from qkv.nn.initial import log_of_uniform, log_uniform_time_step
 from qkv.nn.layer import Memory, RecurrentLayer
 from qkv.nn.names import renamed, stacked
 from qkv.nn.norm import GatedRMSNorm
-from qkv.nn.parts import head_width, short_taps, wide
+from qkv.nn.parts import head_width, log_of_uniform, log_uniform_time_step, short_taps, wide
 from qkv.nn.passage import Passage
 
 GATE = ("f_a_proj.weight", "f_b_proj.weight", "dt_bias", "A_log")
@@ -88,13 +87,12 @@ class KimiDeltaAttention(RecurrentLayer):
         eps: float = 1e-5,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads)
+        super().__init__(dim, heads, backend)
         if gate_lower_bound is not None and not gate_lower_bound < 0:
             seen = f"got {gate_lower_bound!r}"
             remedy = "pass -5.0, or None for the gate without a bound"
             raise ValueOutOfRange(message("`gate_lower_bound` must be negative", seen, remedy))
         self.head_dim = head_width("head_dim", head_dim, dim, heads)
-        self.backend = backend
         width = heads * self.head_dim
         self.q_proj = nn.Linear(dim, width, bias=False)
         self.k_proj = nn.Linear(dim, width, bias=False)

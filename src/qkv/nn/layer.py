@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from qkv.cache.arguments import read_size
 from qkv.errors import DeviceError, DTypeError, ShapeError, ValueOutOfRange, message
-from qkv.linear.recurrence import Feature
+from qkv.linear.engine import check_name
+from qkv.linear.recurrence import Feature, compute_dtype
 from qkv.linear.state import RecurrentState
 from qkv.nn.layer_state import LayerState, shown
 from qkv.nn.names import below
@@ -42,10 +43,12 @@ class Memory:
 class RecurrentLayer(nn.Module, ABC):
     """A layer x (B, L, dim) -> (B, L, dim) that reads each sequence in order, through a state of fixed size."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, backend: str) -> None:
         super().__init__()
+        check_name(backend)
         self.dim = read_size("dim", dim, 1)
         self.heads = read_size("heads", heads, 1)
+        self.backend = backend
 
     @abstractmethod
     def mix(self, x: Tensor, passage: Passage) -> Tensor:
@@ -81,7 +84,7 @@ class RecurrentLayer(nn.Module, ABC):
         passage = Passage(x, state, starts, stepping=False)
         if state is None:
             return self.mix(x, passage)
-        self._check_state(state, x, sequences=x.shape[0] if starts is None else len(starts) - 1)
+        self._check_state(state, x, sequences=x.shape[0] if starts is None else len(starts) - 1, method="forward")
         y = self.mix(x, passage)
         passage.finish()
         return y, state
@@ -90,7 +93,7 @@ class RecurrentLayer(nn.Module, ABC):
     def step(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """One token of every sequence, x (B, dim): (y (B, dim), state), the state advanced in place. No gradients."""
         self._check_x(x, ("B", "dim"))
-        self._check_state(state, x, sequences=x.shape[0])
+        self._check_state(state, x, sequences=x.shape[0], method="step")
         passage = Passage(x[:, None], state, None, stepping=True)
         return self.mix(x[:, None], passage).squeeze(1), state
 
@@ -105,7 +108,7 @@ class RecurrentLayer(nn.Module, ABC):
         weight, memory = next(self.parameters()), self.memory()
         dtype = weight.dtype if dtype is None else dtype
         device = weight.device if device is None else torch.device(device)
-        wider = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = compute_dtype(dtype)
         recurrent = RecurrentState(
             read_size("batch", batch, 0),
             memory.heads,
@@ -116,9 +119,10 @@ class RecurrentLayer(nn.Module, ABC):
             feature_map=memory.feature_map,
             normalize=memory.normalize,
             scale=memory.scale,
-            decay=None if memory.decay is None else torch.tensor(memory.decay, dtype=wider, device=device),
+            decay=None if memory.decay is None else torch.tensor(memory.decay, dtype=wide, device=device),
             dtype=dtype,
             device=device,
+            backend=self.backend,
         )
         tail = None if memory.taps is None else torch.zeros(batch, *memory.taps, dtype=dtype, device=device)
         return LayerState(self._form(memory), recurrent, tail)
@@ -148,7 +152,7 @@ class RecurrentLayer(nn.Module, ABC):
                 )
             )
 
-    def _check_state(self, state: LayerState, x: Tensor, *, sequences: int) -> None:
+    def _check_state(self, state: LayerState, x: Tensor, *, sequences: int, method: str) -> None:
         if not isinstance(state, LayerState):
             seen = f"got {type(state).__name__}"
             raise DTypeError(
@@ -179,6 +183,7 @@ class RecurrentLayer(nn.Module, ABC):
                     "make the state with initial_state(batch, device=...)",
                 )
             )
+        state.recurrent.check_settled(method)
 
 
 def _read_starts(cu_seqlens: Boundaries, x: Tensor) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qkv.errors import ValueOutOfRange, message
 from qkv.linear.state import RecurrentState
+from qkv.linear.state_draft import own
 
 
 class LayerSnapshot(NamedTuple):
@@ -32,7 +33,9 @@ class LayerState:
     def __init__(self, form: tuple[object, ...], recurrent: RecurrentState, tail: Tensor | None = None) -> None:
         self.form = form
         self.recurrent = recurrent
-        self.tail = tail  # (N, K - 1, C): the last inputs of the convolution, oldest first, zero where there was none
+        self.tail = _own(
+            tail
+        )  # (N, K - 1, C): the last inputs of the convolution, oldest first, zero where there was none
         self.lengths: tuple[int, ...] = (0,) * recurrent.state.shape[0]
 
     @property
@@ -52,8 +55,7 @@ class LayerState:
 
     def snapshot(self) -> LayerSnapshot:
         """A copy of all that `restore` needs to come back to this moment."""
-        tail = None if self.tail is None else self.tail.clone()
-        return LayerSnapshot(self.form, self.recurrent.snapshot(), tail, self.lengths)
+        return LayerSnapshot(self.form, self.recurrent.snapshot(), _own(self.tail), self.lengths)
 
     @torch.no_grad()
     def restore(self, snapshot: LayerSnapshot) -> None:
@@ -73,7 +75,7 @@ class LayerState:
 
     def fork(self) -> LayerState:
         """An independent state that continues from the same moment."""
-        other = LayerState(self.form, self.recurrent.fork(), None if self.tail is None else self.tail.clone())
+        other = LayerState(self.form, self.recurrent.fork(), self.tail)
         other.lengths = self.lengths
         return other
 
@@ -82,7 +84,7 @@ class LayerState:
         self.recurrent.reorder(index)
         rows = torch.as_tensor(index, dtype=torch.int64)
         if self.tail is not None:
-            self.tail = self.tail.index_select(0, rows.to(self.tail.device))
+            self.tail = _own(self.tail.index_select(0, rows.to(self.tail.device)))
         self.lengths = tuple(self.lengths[row] for row in rows.tolist())
 
     @torch.no_grad()
@@ -95,8 +97,23 @@ class LayerState:
             self.tail.copy_(tail)
         self.lengths = lengths
 
+    def __copy__(self) -> LayerState:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
+        return self.fork()
+
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        self.__dict__.update(held)
+        self.tail = _own(self.tail)
+
     def __repr__(self) -> str:
         return f"LayerState({shown(self.form)}, batch {self.batch}, length={self.length}, nbytes={self.nbytes})"
+
+
+def _own(tail: Tensor | None) -> Tensor | None:
+    """Memory that may be written to in every mode, also where it is made in inference mode."""
+    return None if tail is None else own(tail)
 
 
 def shown(form: tuple[object, ...]) -> str:

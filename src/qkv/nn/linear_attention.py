@@ -11,10 +11,9 @@ from qkv.linear.features import FeatureMap, read_feature_map
 from qkv.linear.features_fixed import FavorFeatures
 from qkv.linear.features_learned import HedgehogFeatures
 from qkv.linear.linear_attention import linear_attention
-from qkv.nn.initial import xavier_
 from qkv.nn.layer import Memory, RecurrentLayer
 from qkv.nn.names import renamed
-from qkv.nn.parts import head_width
+from qkv.nn.parts import head_width, xavier_
 from qkv.nn.passage import Passage
 
 # The names of idiap's fast-transformers.
@@ -58,12 +57,11 @@ class LinearAttention(RecurrentLayer):
         bias: bool = False,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads)
+        super().__init__(dim, heads, backend)
         self.head_k_dim = head_width("head_k_dim", head_k_dim, dim, heads)
         self.head_v_dim = self.head_k_dim if head_v_dim is None else read_size("head_v_dim", head_v_dim, 1)
         self.is_causal = is_causal
         self.normalize = normalize
-        self.backend = backend
         # A whole map is applied here, an elementwise one by the recurrence.
         if feature_map == "favor":
             feature_map = FavorFeatures(self.head_k_dim)

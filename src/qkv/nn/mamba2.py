@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkv.cache.arguments import read_size
+from qkv.errors import ValueOutOfRange, message
 from qkv.linear.ssd import ssd
-from qkv.nn.initial import log_of_uniform, log_uniform_time_step
 from qkv.nn.layer import Memory, RecurrentLayer
 from qkv.nn.norm import GroupedGatedRMSNorm
-from qkv.nn.parts import divided, head_width, short_taps, wide
+from qkv.nn.parts import divided, head_width, log_of_uniform, log_uniform_time_step, short_taps, wide
 from qkv.nn.passage import Passage
 
 
@@ -58,13 +58,12 @@ class Mamba2Mixer(RecurrentLayer):
         eps: float = 1e-5,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads)
+        super().__init__(dim, heads, backend)
         self.head_dim = head_width("head_dim", head_dim, expand * dim, heads)
         self.state_size = read_size("state_size", state_size, 1)
         self.n_groups = read_size("n_groups", n_groups, 1)
         divided("heads", heads, "n_groups", n_groups)
-        self.time_step_limit = time_step_limit
-        self.backend = backend
+        self.time_step_limit = _read_limit(time_step_limit)
         inner, shared = heads * self.head_dim, n_groups * state_size
         self.widths = (inner, shared, shared)
         self.in_proj = nn.Linear(dim, inner + sum(self.widths) + heads, bias=use_bias)
@@ -96,3 +95,12 @@ class Mamba2Mixer(RecurrentLayer):
             value_dim=self.head_dim,
             taps=(self.conv1d.kernel_size[0] - 1, self.conv1d.in_channels),
         )
+
+
+def _read_limit(limit: object) -> tuple[float, float]:
+    """The least and the greatest dt."""
+    pair = tuple(limit) if isinstance(limit, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(end, (int, float)) for end in pair) or not pair[0] <= pair[1]:
+        holds = "`time_step_limit` must be two numbers, the least dt and the greatest"
+        raise ValueOutOfRange(message(holds, f"got {limit!r}", "say (0.0, math.inf) for none"))
+    return float(pair[0]), float(pair[1])

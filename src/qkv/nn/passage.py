@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qkv.errors import DTypeError, message
 from qkv.linear.convolution import short_convolution
+from qkv.linear.recurrence import compute_dtype
 from qkv.nn.layer_state import LayerState
+from qkv.shapes import dtype_name
 
 
 class Passage:
@@ -35,6 +38,8 @@ class Passage:
         weight, bias = convolution.weight.squeeze(1), convolution.bias
         if self.state is None:
             return short_convolution(x, weight, bias, activation="silu", cu_seqlens=self.cu_seqlens)
+        if self.state.tail is not None:
+            _check_made_for(x.dtype, self.state.tail.dtype)
         out, self._tail = short_convolution(
             x,
             weight,
@@ -46,20 +51,25 @@ class Passage:
         )
         return out
 
-    def recur(self, rule: Callable[..., Any], *streams: Tensor, **options: Any) -> Tensor:
+    def recur(self, rule: Callable[..., Any], *streams: Tensor, backend: str, **options: Any) -> Tensor:
         """The recurrence over q, k, v and what else the rule reads, (B, L, heads, ...): its output (B, L, H, V)."""
         if self.state is None:
-            return rule(*streams, layout="BLHD", cu_seqlens=self.cu_seqlens, **options)
+            return rule(*streams, layout="BLHD", cu_seqlens=self.cu_seqlens, backend=backend, **options)
+        recurrent = self.state.recurrent
+        _check_made_for(compute_dtype(streams[0].dtype), recurrent.dtype)
         if self.stepping:
-            out = self.state.recurrent.step(*(stream.squeeze(1) for stream in streams)).unsqueeze(1)
+            if recurrent.backend != backend:  # the layer's, whichever layer made the state
+                recurrent.backend = backend
+            out = recurrent.step(*(stream.squeeze(1) for stream in streams)).unsqueeze(1)
             self.finish()  # at once: what fails after this finds a state that is whole, one token further
             return out
         out, self._recurrent = rule(
             *streams,
             layout="BLHD",
             cu_seqlens=self.cu_seqlens,
-            initial_state=_kept(self.state.recurrent.state),
+            initial_state=_kept(recurrent.state),
             return_state=True,
+            backend=backend,
             **options,
         )
         return out
@@ -85,6 +95,14 @@ class Passage:
         if self.cu_seqlens is None:
             return (length,) * batch
         return tuple(end - start for start, end in itertools.pairwise(self.cu_seqlens))
+
+
+def _check_made_for(dtype: torch.dtype, made: torch.dtype) -> None:
+    """The layer computes in one type, under autocast in another than its weights; its state must be for that one."""
+    if dtype != made:
+        holds = f"`state` must be made for inputs of {dtype_name(dtype)}, in which the layer runs here"
+        remedy = f"make it with initial_state(batch, dtype={dtype})"
+        raise DTypeError(message(holds, f"got one for {dtype_name(made)}", remedy))
 
 
 def _kept(before: Tensor | None) -> Tensor | None:

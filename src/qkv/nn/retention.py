@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,14 @@ from qkv.cache.arguments import read_size
 from qkv.errors import ShapeError, ValueOutOfRange, message, unknown_name
 from qkv.linear.norms import gated_rms_norm
 from qkv.linear.retention import retention
-from qkv.nn.initial import xavier_
 from qkv.nn.layer import Memory, RecurrentLayer
 from qkv.nn.names import renamed
 from qkv.nn.norm import GateActivation
-from qkv.nn.parts import divided, head_width, wide
+from qkv.nn.parts import head_width, wide, xavier_
 from qkv.nn.passage import Passage
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 OutputNorm = Literal["rms", "group", "whole"]
 # What transformers' MiniMaxLightningAttention keeps beside its weights: all follows from the slopes.
@@ -65,14 +67,15 @@ class Retention(RecurrentLayer):
         eps: float = 1e-6,
         backend: str = "auto",
     ) -> None:
-        super().__init__(dim, heads)
+        super().__init__(dim, heads, backend)
         self.head_k_dim = head_width("head_k_dim", head_k_dim, dim, heads)
         self.head_v_dim = 2 * self.head_k_dim if head_v_dim is None else read_size("head_v_dim", head_v_dim, 1)
         # Numbers, not a buffer: a layer in bfloat16 must not round them.
         self.decay = _retnet_decay(heads) if decay is None else _read_decay(decay, heads)
         self.rotary = rotary
-        if rotary:
-            divided("head_k_dim", self.head_k_dim, "2", 2)
+        if rotary and self.head_k_dim % 2:
+            holds = "`head_k_dim` must be even where `rotary` is True, which turns entries in pairs"
+            raise ShapeError(message(holds, f"got {self.head_k_dim}", "give an even head_k_dim, or say rotary=False"))
         for name, value, valid in (("gate", gate, ("silu", "sigmoid")), ("norm", norm, ("rms", "group", "whole"))):
             if value not in valid:
                 raise unknown_name(name, value, valid)
@@ -83,7 +86,6 @@ class Retention(RecurrentLayer):
         self.gate: GateActivation = gate
         self.normalisation: OutputNorm = norm
         self.eps = eps
-        self.backend = backend
         key_dim, value_dim = heads * self.head_k_dim, heads * self.head_v_dim
         self.q_proj = nn.Linear(dim, key_dim, bias=False)
         self.k_proj = nn.Linear(dim, key_dim, bias=False)
@@ -179,8 +181,9 @@ def _read_decay(decay: Sequence[float] | Tensor, heads: int) -> tuple[float, ...
     if len(logs) != heads:
         seen = f"got {len(logs)} for {heads} heads"
         raise ShapeError(message("`decay` must have one number for each head", seen, "pass (H,) logs, each at most 0"))
-    if not all(log <= 0 for log in logs):
-        seen = f"got {max(logs)}"
+    wrong = [log for log in logs if not log <= 0]
+    if wrong:
+        seen = f"got {wrong[0]}"
         raise ValueOutOfRange(
             message("`decay` is the log of a constant and must be at most 0", seen, "pass log(constant)")
         )

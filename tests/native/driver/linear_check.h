@@ -64,7 +64,7 @@ class Findings {
   }
 
   void close(const std::string& name, const Tensor& tensor, const Numbers& truth) {
-    double most = 0.1;
+    double most = 0.5;
     for (const double number : truth) most = std::max(most, std::abs(number));
     const double allowed = tolerance(tensor.type) * most;
     size_t n = 0, wrong = 0;
