@@ -38,12 +38,6 @@ struct Four {
   }
 };
 
-// What a pass over the rows of a state does: take in what the tokens of the last block write, and sum what those of the
-// next read and erase.
-struct Does {
-  bool gated, writes, reads, erases;
-};
-
 // Rows of a tile of the state, `stride` apart; written to `to`, which may be `from`.
 template <class T>
 struct StateTile {
@@ -52,7 +46,8 @@ struct StateTile {
   int64_t stride;
 };
 
-// By force inlined, so that sums and values stay in registers.
+// Over the rows of a tile: take in what the tokens of the last block write, and sum what those of the next read and
+// erase. By force inlined, so that sums and values stay in registers.
 template <class T, bool GATED, bool WRITES, bool READS, bool ERASES>
 inline __attribute__((always_inline)) void pass(const StateTile<T>& state, int64_t rows, const T* decay, const T* writes,
                                                 const Four<T>& written, const T* reads, Four<T>& read,
