@@ -19,7 +19,8 @@ inline bool may_allocate() {
 }
 
 // A new thread has no memory from earlier calls: the first, second, ... allocation of `call` fails in it. What
-// `find(made, true)` says of that, and `find(made, false)` of the next call, which has memory; nothing where all is right.
+// `find(made, true)` says of that, and `find(made, false)` of the next call, which has memory; nothing where all is
+// right.
 template <class Call, class Find>
 std::string without_memory(Call call, Find find) {
   std::string found;

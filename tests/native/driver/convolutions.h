@@ -86,12 +86,13 @@ class ConvolutionQuestion {
   int64_t batch() const { return problem_.starts ? 1 : problem_.sequences; }
   int64_t tokens() const { return problem_.starts ? starts_.data()[problem_.sequences] : problem_.length; }
   int64_t first(int64_t n) const { return problem_.starts ? starts_.data()[n] : 0; }
-  int64_t count(int64_t n) const { return problem_.starts ? starts_.data()[n + 1] - starts_.data()[n] : problem_.length; }
+  int64_t count(int64_t n) const { return problem_.starts ? starts_.data()[n + 1] - first(n) : problem_.length; }
   Tensor tail() const { return contiguous(problem_.type, problem_.sequences, 1, problem_.taps - 1, problem_.channels); }
 
   void sizes() {
     Convolution& p = problem_;
-    const int64_t lengths[] = {0, 1, 2, 3, 7, 16, 17, 30, 249, 256, 257, 600}, widths[] = {8, 16, 64, 255, 256, 257, 520};
+    const int64_t lengths[] = {0, 1, 2, 3, 7, 16, 17, 30, 249, 256, 257, 600};
+    const int64_t widths[] = {8, 16, 64, 255, 256, 257, 520};
     const int64_t limit = random_.chance(0.2) ? 100000 : 10000;
     do {
       p.sequences = random_.between(0, 4), p.taps = random_.chance(0.4) ? 4 : random_.between(1, qkv::MOST_TAPS);

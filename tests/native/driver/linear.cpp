@@ -92,9 +92,10 @@ class LongCalls {
 }  // namespace
 
 std::vector<std::string> check_recurrence(uint64_t seed, const std::vector<std::string>& isas) {
-  return check<RecurrenceQuestion>(seed, isas, [](const RecurrenceQuestion& asked, const Truth& truth, Findings& found) {
+  const auto decoding = [](const RecurrenceQuestion& asked, const Truth& truth, Findings& found) {
     if (asked.decodes()) found.close(asked.decode({2}), truth);
-  });
+  };
+  return check<RecurrenceQuestion>(seed, isas, decoding);
 }
 
 std::vector<std::string> check_beside(uint64_t seed, const std::vector<std::string>& isas) {

@@ -1,5 +1,5 @@
-// What every question of the linear family is held to, on each of its kernels: the truth, and the same bits by any number
-// of threads, in place, without a backward pass, after other content of the scratch memory, and after failures.
+// What every question of the linear family is held to, on each of its kernels: the truth, and the same bits by any
+// number of threads, in place, without a backward pass, after other content of the scratch memory, and after failures.
 //
 // A question has text(), truth(), run(how) and fill_inputs_with_nan().
 #pragma once
@@ -90,7 +90,7 @@ void hold(const Question& asked, const Truth& truth, uint64_t seed, Findings& fo
   Poll poll = {1 + int64_t(seed % 2), 0};
   const Outcome stopped = asked.run({2, false, false, &poll});
   if (stopped.status != (poll.stopped() ? Status::interrupted : Status::ok)) {
-    found.add("status is ", int(stopped.status), " though poll ", poll.stopped() ? "stopped" : "did not stop", " the call");
+    found.add("status is ", int(stopped.status), poll.stopped() ? " though poll stopped" : " though poll did not stop");
   }
   Question other(seed);
   other.fill_inputs_with_nan();
@@ -106,9 +106,9 @@ void hold_without_memory(const Question& asked, Findings& found) {
   const std::string wrong = without_memory(
       [&] { return asked.run({}); },
       [&](const Outcome& made, bool was_short) -> std::string {
-        if (!was_short) return Findings::difference(right, made).empty() ? "" : "the call after one without memory differs";
-        if (made.status == Status::out_of_memory) return "";
-        return Findings::difference(right, made).empty() ? "" : "a missing result is not told";
+        if (was_short && made.status == Status::out_of_memory) return "";
+        if (Findings::difference(right, made).empty()) return "";
+        return was_short ? "a missing result is not told" : "the call after one without memory differs";
       });
   if (!wrong.empty()) found.add(wrong);
 }

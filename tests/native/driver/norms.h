@@ -39,8 +39,8 @@ class NormQuestion {
   std::string text() const {
     const Norm& p = problem_;
     std::ostringstream line;
-    line << "norm, types " << int(p.type) << " " << int(p.gate_type) << " " << int(p.weight_type) << ", rows " << p.outer
-         << " x " << p.inner << ", W" << p.width << ", activation " << int(p.activation)
+    line << "norm, types " << int(p.type) << " " << int(p.gate_type) << " " << int(p.weight_type) << ", rows "
+         << p.outer << " x " << p.inner << ", W" << p.width << ", activation " << int(p.activation)
          << (p.gate_first ? ", gate first" : "") << (p.mean ? ", mean" : "") << ", weight "
          << (weight_.bytes ? p.weight_rows : 0) << ", eps " << p.eps;
     return line.str();
@@ -53,7 +53,8 @@ class NormQuestion {
   Truth truth() const {
     const Norm& p = problem_;
     Truth truth;
-    for (const char* name : {"output", "grad_x", "grad_gate"}) truth[name].assign(size_t(p.outer * p.inner * p.width), 0);
+    const auto numbers = size_t(p.outer * p.inner * p.width);
+    for (const char* name : {"output", "grad_x", "grad_gate"}) truth[name].assign(numbers, 0);
     truth["grad_weight"].assign(size_t(p.weight_rows * p.width), 0);
     for (int64_t row = 0; row < p.outer * p.inner; ++row) one(row, truth);
     return truth;
