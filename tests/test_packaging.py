@@ -2,17 +2,74 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_COMPILER = {"CC": "/bin/false", "CXX": "/bin/false"}
+
+
+# What came with a Python, for those after the oldest that could be asked for.
+BROUGHT = {
+    (3, 11): {
+        *("tomllib", "enum.StrEnum", "enum.verify", "datetime.UTC", "contextlib.chdir", "operator.call", "math.cbrt"),
+        *("math.exp2", "hashlib.file_digest", "asyncio.TaskGroup", "asyncio.timeout", "ExceptionGroup"),
+        *(f"typing.{name}" for name in ("Self", "Never", "LiteralString", "Unpack", "TypeVarTuple", "Required")),
+        *(f"typing.{name}" for name in ("NotRequired", "assert_never", "assert_type", "dataclass_transform")),
+    },
+    (3, 12): {"typing.override", "typing.TypeAliasType", "itertools.batched", "math.sumprod", "collections.abc.Buffer"},
+    (3, 13): {"warnings.deprecated", "copy.replace", "typing.TypeIs", "typing.ReadOnly", "math.fma", "queue.ShutDown"},
+    (3, 14): {"annotationlib", "compression", "string.templatelib"},
+}
+
+
+def oldest() -> tuple[int, int]:
+    """The oldest Python that pyproject.toml admits."""
+    found = re.search(r'requires-python = ">=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def newer(text: str, python: tuple[int, int]) -> Iterator[str]:
+    """What a source names that a Python does not have; its syntax is a SyntaxError."""
+    absent = set().union(*(names for brought, names in BROUGHT.items() if brought > python))
+    for node in ast.walk(ast.parse(text, feature_version=python)):
+        if isinstance(node, ast.ImportFrom):
+            named = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute | ast.Name):
+            named = [ast.unparse(node)]
+        else:
+            continue
+        yield from (name for name in named if name in absent)
+
+
+def test_sources_need_no_newer_python_than_is_asked_for():
+    found = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for folder in ("src", "tools")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for name in newer(file.read_text(encoding="utf-8"), oldest())
+    ]
+    assert not found
+
+
+def test_newer_names_are_found():
+    text = "import enum, tomllib\nfrom typing import Any, Self\nclass A(enum.StrEnum): ...\n"
+    assert sorted(newer(text, (3, 10))) == ["enum.StrEnum", "tomllib", "typing.Self"]
+    assert not list(newer(text, (3, 11)))
+    with pytest.raises(SyntaxError):
+        list(newer("type A = int", (3, 10)))
 
 
 def run(*words: object, add: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -105,10 +105,10 @@ def check_float(name: str, tensor: Tensor) -> None:
     raise DTypeError(message(holds, f"got {dtype_name(tensor.dtype)}", remedy))
 
 
-def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """A tensor on the device of the query."""
+def check_device(name: str, tensor: Tensor, device: torch.device, of: str = "query") -> None:
+    """A tensor on the device of the query, or of another argument."""
     if tensor.device != device:
-        holds = f"`{name}` must be on the device of `query`"
+        holds = f"`{name}` must be on the device of `{of}`"
         seen = f"got {tensor.device} beside {device}"
         raise DeviceError(message(holds, seen, f"move it with {name}.to({str(device)!r})"))
 

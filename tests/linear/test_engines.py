@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -11,7 +12,21 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from linear.engines import EACH, FAST, FAST_EACH_ISA, FAST_LONG, using
-from linear.recurrences import DELTA, GATED, MODES, PLAIN, SHARE, Question, asked, hold, known, made, oracle, truth
+from linear.recurrences import (
+    DELTA,
+    GATED,
+    MODES,
+    PLAIN,
+    SHARE,
+    Question,
+    asked,
+    hold,
+    incoming,
+    known,
+    made,
+    oracle,
+    truth,
+)
 from qkv.linear import chunked, reference
 from qkv.linear.recurrence import Outcome, Recurrence, Streams
 from qkv.linear.sequences import decay, lowest
@@ -260,21 +275,33 @@ def test_inputs_stay_as_they_are(engine: str, length: int):
 
 
 @FAST
-@EACH_PLAIN
-def test_gradients_of_the_state_alone_and_of_some(engine: str, mode: str):
-    """Where one result or one input takes no part; each gradient by itself is what it is among all."""
-    r, streams = made(Question(mode=mode, length=67, batch=1))
+@EACH_MODE
+@pytest.mark.parametrize("through", ["output", "state", "both"])
+def test_gradients_of_some(engine: str, mode: str, through: str):
+    """Whichever streams want one, through whichever result: each gradient is what it is among all."""
+    question = Question(mode=mode, length=67, batch=1, key_dim=3, value_dim=4, dtype=torch.float64)
+    r, streams = made(question)
+    given = [
+        grad if through in {name, "both"} else None for name, grad in zip(Outcome._fields, incoming(r), strict=True)
+    ]
+    names = [name for name, x in streams._asdict().items() if x is not None]
+
+    def gradients(answer, wanted: tuple[str, ...]) -> list[Tensor]:
+        leaves = {name: getattr(streams, name).detach().requires_grad_() for name in wanted}
+        outcome = answer(r, streams._replace(**leaves))
+        pairs = [(x, g) for x, g in zip(outcome, given, strict=True) if x.requires_grad and g is not None]
+        if not pairs:
+            return [torch.zeros_like(x) for x in leaves.values()]
+        outputs, grads = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(outputs, leaves.values(), grads, materialize_grads=True, allow_unused=True))
+
+    true = dict(zip(names, gradients(reference.answer, tuple(names)), strict=True))
+    assert through != "state" or not true["query"].any()
     with using(engine) as answer:
-        whole = asked(answer, r, streams, (torch.zeros(1, 2, 67, 40), torch.ones(r.state_shape)))
-        for n, name in enumerate(Streams._fields):
-            if streams[n] is None:
-                continue
-            leaf = streams[n].detach().requires_grad_()
-            outcome = answer(r, streams._replace(**{name: leaf}))
-            (grad,) = torch.autograd.grad(outcome.state.sum() if name != "query" else outcome.output.sum(), leaf)
-            if name != "query":
-                torch.testing.assert_close(grad, whole.gradients[name], rtol=1e-5, atol=1e-6)
-    assert not whole.gradients["query"].any()
+        for count in range(1, len(names) + 1):
+            for wanted in itertools.combinations(names, count):
+                for name, mine in zip(wanted, gradients(answer, wanted), strict=True):
+                    torch.testing.assert_close(mine, true[name], rtol=1e-9, atol=1e-9, msg=f"{name} of {wanted}")
 
 
 # Derivatives of derivatives

@@ -69,6 +69,39 @@ def test_compiled_in_one_graph(name: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.timeout(60)  # symbolic lengths took a compiler longer than anyone waited
+@pytest.mark.parametrize(
+    "name, dynamic",
+    [
+        ("gated_linear_attention", None),
+        pytest.param("gated_linear_attention", True, marks=pytest.mark.long),
+        pytest.param("kimi_delta_attention", None, marks=pytest.mark.long),
+        pytest.param("ssd", True, marks=pytest.mark.long),
+    ],
+)
+def test_compiled_at_a_second_length(name: str, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    names = tuple(given(name).beside)
+
+    def function(*tensors: Tensor) -> Any:
+        return ask(name, Given(list(tensors[:3]), dict(zip(names, tensors[3:], strict=True))))
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for length in (37, 70):
+        one = given(name, length=length).to(torch.float32)
+        near(compiled(*one.tensors, *one.beside.values()), ask(name, one), 1e-5)
+
+
+def test_compiled_for_any_batch() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(qkv.ssd, backend=counter, fullgraph=True)
+    for batch in (2, 3, 5, 9):
+        one = given("ssd", batch=batch).to(torch.float32)
+        near(compiled(*one.tensors, one.beside["g"]), ask("ssd", one), 1e-5)
+    assert counter.frame_count == 2, "one for B = 2, one for every other"
+
+
 def test_a_compiled_graph_breaks_at_packed_sequences() -> None:
     torch._dynamo.reset()
     one, edges = given("ssd", batch=1), torch.tensor(CU)

@@ -91,8 +91,14 @@ def test_features_of_double_precision_beside_single() -> None:
 def test_parameters_of_a_feature_map_learn() -> None:
     q, k, v = given("linear_attention", batch=1, length=5).tensors
     phi = qkv.HedgehogFeatures(K, D).double()
-    qkv.linear_attention(q, k, v, feature_map=phi).sum().backward()
-    assert phi.weight.grad is not None and phi.bias.grad is not None and bool(phi.weight.grad.any())
+    mapped = [phi(x).repeat_interleave(H // K, dim=1) for x in (q, k)]
+    weights = (mapped[0] @ mapped[1].mT).tril()
+    wanted = weights / weights.sum(-1, keepdim=True) @ v
+    seed, learned = torch.randn_like(wanted), (phi.weight, phi.bias)
+    gradients = torch.autograd.grad((qkv.linear_attention(q, k, v, feature_map=phi) * seed).sum(), learned)
+    for found, gradient in zip(gradients, torch.autograd.grad((wanted * seed).sum(), learned), strict=True):
+        assert bool(gradient.any(dim=-1).all())
+        near(found, gradient)
 
 
 # Every token sees every other

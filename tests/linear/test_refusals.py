@@ -110,9 +110,30 @@ REFUSED: dict[str, tuple[type[QkvError], str, dict[str, Any]]] = {
         ShapeError,
         (
             "`query` and `key` must have the same heads K; got K = 4 and 2; "
-            "if the axes stand as (B, L, H, D), say layout='BLHD'"
+            "query heads that share keys need them repeated: key.repeat_interleave(2, 1)"
         ),
         {"query": ONES(B, H, L, D)},
+    ),
+    "fewer heads of keys and values": (
+        ShapeError,
+        (
+            "`query` and `key` must have the same heads K; got K = 4 and 2; query heads that share keys need them "
+            "repeated: key.repeat_interleave(2, 2), value.repeat_interleave(2, 2)"
+        ),
+        {
+            "query": ONES(B, L, H, D),
+            "key": ONES(B, L, K, D),
+            "value": ONES(B, L, K, V),
+            "layout": "BLHD",
+        },
+    ),
+    "K that is no part of H": (
+        ShapeError,
+        (
+            "`query` and `key` must have the same heads K; got K = 2 and 3; "
+            "if the axes stand as (B, L, H, D), say layout='BLHD'"
+        ),
+        {"key": ONES(B, 3, L, D)},
     ),
     "H": (
         ShapeError,
@@ -172,6 +193,22 @@ REFUSED: dict[str, tuple[type[QkvError], str, dict[str, Any]]] = {
         ),
         {"g": -ONES(B, K, L, D)},
     ),
+    "a gate of another layout": (
+        ShapeError,
+        (
+            "`g` must be (B, H, L, D) = [2, 4, 37, 5]; got [2, 37, 4, 5], whose H is 37 where the call has 4; "
+            "say g.transpose(1, 2), or layout='BLHD' if all tensors stand so"
+        ),
+        {"g": -ONES(B, L, H, D)},
+    ),
+    "a gate of channels first": (
+        ShapeError,
+        (
+            "`g` must be (B, H, L, D) = [2, 4, 37, 5]; got [2, 4, 5, 37], whose L is 5 where the call has 37; "
+            "it holds one a token and value head, and key channel"
+        ),
+        {"g": -ONES(B, H, D, L)},
+    ),
     "a wide gate": (
         DTypeError,
         "`g` must be float32 beside inputs of float32; got float64; cast it with g.to(torch.float32)",
@@ -202,7 +239,7 @@ REFUSED: dict[str, tuple[type[QkvError], str, dict[str, Any]]] = {
         ShapeError,
         (
             "`beta` must be (B, H, L) = [2, 4, 37]; got [2, 37, 4], whose H is 37 where the call has 4; "
-            "it holds one a token and value head"
+            "say beta.transpose(1, 2), or layout='BLHD' if all tensors stand so"
         ),
         {"beta": ONES(B, L, H)},
     ),
@@ -360,7 +397,7 @@ OWN: dict[str, tuple[type[QkvError], str, str, dict[str, Any]]] = {
         ValueOutOfRange,
         (
             "`decay` must be at most 0: it is the logarithm of a decay; its greatest number is 0.96875; "
-            "pass decay.log() of factors in 0..1"
+            "pass log(gamma) of factors gamma in 0..1, as decay=gamma.log(), or minus the slopes"
         ),
         "retention",
         {"decay": 1 - 2.0 ** (-5 - torch.arange(-3.0, 1.0))},
@@ -555,3 +592,27 @@ def test_gates_that_are_legal(number: float) -> None:
 @pytest.mark.parametrize("number", [-3.0, 0.0, 2.0, 100.0, math.nan])
 def test_strengths_that_are_legal(number: float) -> None:
     call("delta_rule", beta=torch.full((B, H, L), number))
+
+
+# Beside the recurrence
+
+
+def test_a_convolution_of_channels_first() -> None:
+    with pytest.raises(ShapeError) as caught:
+        qkv.short_convolution(ONES(2, 24, 9), ONES(24, 4))
+    assert str(caught.value) == (
+        "`x` must be (B, L, C) with the C of `weight`, 24; got [2, 24, 9]; say x.transpose(1, 2) for (B, C, L)"
+    )
+    with pytest.raises(ShapeError, match="`weight` must be"):
+        qkv.short_convolution(ONES(2, 24, 9), ONES(23, 4))
+    with pytest.raises(ShapeError, match="`weight` must be"):
+        qkv.short_convolution(ONES(2, 24, 9), ONES(24, 1, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_gate_of_a_norm_in_another_type(dtype: torch.dtype) -> None:
+    x = ONES(2, 3, dtype=torch.bfloat16 if dtype == torch.float64 else torch.float64)
+    with pytest.raises(DTypeError) as caught:
+        qkv.gated_rms_norm(x, x.to(dtype))
+    legal = "bfloat16 or float32" if dtype == torch.float64 else "float64"
+    assert str(caught.value).startswith(f"`gate` must be {legal} beside inputs of {str(x.dtype)[6:]}; got ")

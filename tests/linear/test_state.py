@@ -14,10 +14,11 @@ import qkv
 from qkv import settings
 from qkv.errors import QkvError
 from qkv.linear import native
+from qkv.linear.engine import ENGINES
 from qkv.linear.state import RecurrentState
 from qkv.linear.state_held import Snapshot
 from qkv.linear.state_rules import RULES
-from qkv.linear.state_tokens import at_once
+from qkv.linear.state_tokens import FEW, at_once
 
 FUNCTIONS = {
     "linear": qkv.linear_attention,
@@ -223,6 +224,89 @@ def test_gates_of_minus_infinity_reset_and_a_denominator_of_zero_gives_zero(engi
     assert close(after, fresh.step(q, k, v, g, beta)) and close(state.state, fresh.state)
     state, (q, k, v, _, _) = make("linear", feature_map="relu"), rows(tokens_of("linear"), 0)
     assert not state.step(-q.abs(), k, v).any()
+
+
+@pytest.mark.parametrize("name", ["g", "beta", "decay"])
+def test_numbers_that_are_none_spread_as_in_the_functions(name, engine):
+    rule = "retention" if name == "decay" else "gated_delta"
+    tokens, options = tokens_of(rule), decay_of(rule)
+    where = options["decay"][1:2] if name == "decay" else tokens[3 if name == "g" else 4][:, 1, 4]
+    where.fill_(torch.nan)
+    state = RecurrentState(B, H, D, V, rule, key_heads=K, **options)
+    out = torch.stack([state.step(*rows(tokens, t)) for t in range(L)], dim=2)
+    want, last = FUNCTIONS[rule](*(x for x in tokens if x is not None), **options, return_state=True)
+    assert torch.equal(state.state.isnan(), last.isnan()) and want[out.isnan()].isnan().all()
+    assert out[:, 1, 5:].isnan().all() and not out[:, 0].isnan().any()
+
+
+def test_many_numbers_are_checked_as_few_are():
+    """Write strengths whose sum is none or infinite, and more numbers than torch looks at by one thread."""
+    n = FEW // (B * H) + 2
+    tokens, state = tokens_of("gated_delta", n=n, dtype=torch.float16), make("gated_delta", dtype=torch.float16)
+    tokens[4].fill_(60000)
+    tokens[1].zero_()
+    assert state.step(*rows(tokens, slice(0, 3))).isfinite().all()
+    tokens[4][2, 3, -1] = torch.inf
+    refused(lambda: state.step(*tokens), "`beta` must be finite; its numbers go from 60000 to inf", "ValueOutOfRange")
+    tokens[4].fill_(1)
+    tokens[3][2, 3, -1] = 2
+    refused(lambda: state.step(*tokens), "`g` must be at most 0: it is the log", "ValueOutOfRange")
+    assert state.length == 3
+
+
+def test_checks_ask_torch_for_no_threads(monkeypatch):
+    """A forked child has none, and would wait for them."""
+    tokens, few = tokens_of("gated_delta", n=FEW // (B * H) + 2), []
+    for name in ("max", "sum"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda x, *_, real=real: few.append(x.numel()) or real(x))
+    state = make("gated_delta", backend="cpu" if CORE else "auto")
+    state.step(*tokens)
+    assert not few
+    state.step(*rows(tokens, slice(0, 100)))
+    assert few == [B * H * 100] * 2
+
+
+# Which engine answers.
+
+
+@pytest.mark.parametrize("backend", ["cpu", "chunked", "reference"])
+def test_a_named_engine_answers_or_refuses(backend, monkeypatch):
+    if backend == "cpu" and not CORE:
+        pytest.skip("no native core")
+    tokens, seen = tokens_of("gated_delta"), []
+    for name, engine in ENGINES.items():
+        monkeypatch.setitem(ENGINES, name, lambda *given, name=name, engine=engine: seen.append(name) or engine(*given))
+    for place, module in (("at_once", "qkv.linear.state"), ("advance", "qkv.linear.native")):
+        real = at_once if place == "at_once" else native.advance
+        monkeypatch.setattr(f"{module}.{place}", lambda *given, real=real: seen.append("cpu") or real(*given))
+    with settings.override("QKV_BACKEND", "cpu" if backend == "reference" else "reference"):
+        after = make("gated_delta").state
+        state = RecurrentState.from_state(after, "gated_delta", key_heads=K, backend=backend)
+        for one in (state, state.fork(), pickle.loads(pickle.dumps(state))):
+            assert one.backend == backend
+            one.step(*rows(tokens, 0))
+            one.step(*rows(tokens, slice(1, 6)), draft=True)
+            one.accept(3)
+    assert seen == [backend] * 9
+    other = "chunked" if backend == "reference" else "reference"
+    for state.backend in (backend, other):
+        state.step(*rows(tokens, 0))
+    assert seen[-2:] == [backend, other]
+    state.backend = "auto"
+    state.step(*rows(tokens, 0))
+    assert seen.pop() == ("cpu" if CORE else "chunked")
+    with pytest.raises(qkv.errors.UnknownName):
+        state.backend = "core"
+    assert state.backend == "auto"
+
+
+def test_a_named_engine_that_cannot_answer_is_refused_by_the_step():
+    state = RecurrentState(1, 1, 300, 4, "delta", backend="cpu")
+    one = torch.ones(1, 1, 300), torch.ones(1, 1, 300), torch.ones(1, 1, 4), None, torch.ones(1, 1)
+    told = "`backend` 'cpu' must be able to answer the call; "
+    refused(lambda: state.step(*one), told, "UnsupportedError")
+    assert state.length == 0 and not state.state.any()
 
 
 def test_no_token_and_no_sequence_change_nothing():
@@ -491,22 +575,26 @@ def fails(error, real=None, after=False):
 
 @pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("error", [MemoryError("made up"), RuntimeError("made up")])
-def test_a_step_that_fails_leaves_no_trace(draft, error, engine, monkeypatch):
+def test_a_step_that_fails_within_is_told_and_can_be_taken_back(draft, error, engine, monkeypatch):
     tokens, state, straight = tokens_of("gated_delta"), make("gated_delta"), make("gated_delta")
     for one in (state, straight):
         one.step(*rows(tokens, 0))
-        one.step(*rows(tokens, 1), draft=draft)
-    held = state.nbytes
+    snapshot = state.snapshot()
+    if draft:
+        state.step(*rows(tokens, 1), draft=True)
     for place in ("qkv.linear.native.advance", "qkv.linear.state.compute", "qkv.linear.state.at_once"):
         monkeypatch.setattr(place, fails(error))
-    for n in (1, 3):
-        with pytest.raises(type(error), match="made up"):
-            state.step(*rows(tokens, slice(2, 2 + n)), draft=draft)
+    with pytest.raises(type(error), match="made up"):
+        state.step(*rows(tokens, 2), draft=draft)
     monkeypatch.undo()
-    assert same(state, straight) and state.drafted == draft and state.nbytes == held
     if draft:
-        state.accept(1)
-        straight.accept(1)
+        state.reject()
+    elif engine == "auto" and CORE:  # the others compute first, then write
+        remedy = "restore a snapshot, load, or reset()"
+        told = f"a state must be whole; a step ended early while it was written; {remedy}"
+        refused(lambda: state.step(*rows(tokens, 2)), told, "UnsupportedError")
+        state.restore(snapshot)
+    assert same(state, straight)
     assert torch.equal(state.step(*rows(tokens, 3)), straight.step(*rows(tokens, 3))) and same(state, straight)
 
 
@@ -519,7 +607,7 @@ def test_a_step_that_is_interrupted_while_it_writes_is_told(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         state.step(*rows(tokens, 1))
     monkeypatch.undo()
-    told = "a state must be whole; an interrupt came while it was written; restore a snapshot, load, or reset()"
+    told = "a state must be whole; a step ended early while it was written; restore a snapshot, load, or reset()"
     for use in (
         lambda: state.step(*rows(tokens, 1)),
         state.snapshot,
@@ -551,7 +639,7 @@ def test_a_draft_that_is_interrupted_can_be_taken_back(kept, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         state.accept(1)
     monkeypatch.undo()
-    told = "a state must be whole; an interrupt came while it was written; call reject() of its draft"
+    told = "a state must be whole; a step ended early while it was written; call reject() of its draft"
     refused(lambda: state.step(*rows(tokens, 5), draft=True), told, "UnsupportedError")
     state.accept(kept)
     straight = make_after(tokens, 2 + min(kept, 1))
@@ -593,7 +681,7 @@ def test_an_interrupt_while_all_is_written_is_told_and_mended(method, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         again()
     state._state = real
-    refused(lambda: state.step(*rows(tokens, 2)), "a state must be whole; an interrupt came", "UnsupportedError")
+    refused(lambda: state.step(*rows(tokens, 2)), "a state must be whole; a step ended early", "UnsupportedError")
     again()
     state.step(*rows(tokens, 2))
 
@@ -631,6 +719,8 @@ def refused(call, text, kind):
         ({"normalize": 1}, "`normalize` must be a bool; got 1; leave it out for the rule's own", "DTypeError"),
         ({"scale": math.nan}, "`scale` must be finite; got nan", "ValueOutOfRange"),
         ({"feature_map": "elu2"}, "`feature_map` must be one of", "UnknownName"),
+        ({"backend": "triton"}, "`backend` must be one of auto, chunked, cpu, reference; got 'triton'", "UnknownName"),
+        ({"backend": None}, "got None", "UnknownName"),
         ({"feature_map": 3}, "`feature_map` must be a name, or a module or function", "DTypeError"),
         (
             {"decay": torch.zeros(4)},
@@ -643,7 +733,11 @@ def refused(call, text, kind):
             "got [3] float32 cpu for H = 4; give one number a head",
             "ShapeError",
         ),
-        ({"rule": "retention", "decay": torch.tensor([0, 0, 0, 1.0])}, "`decay` must be at most 0; got [0", None),
+        (
+            {"rule": "retention", "decay": torch.tensor([0, 0, 0, 0.5])},
+            "`decay` must be at most 0: it is the logarithm of a decay; its greatest number is 0.5; pass log(gamma)",
+            "ValueOutOfRange",
+        ),
         ({"rule": "retention", "decay": torch.zeros(4, device="meta")}, "on the state's device, cpu; got meta", None),
     ],
 )
@@ -713,6 +807,12 @@ STEPS = [
         "`g` must be at most 0: it is the logarithm of a decay; its greatest number is ",
         "ValueOutOfRange",
     ),
+    (
+        {"beta": lambda x: torch.full_like(x, torch.inf)},
+        "`beta` must be finite; its numbers go from inf to inf; 0 writes nothing, 1 replaces what k names",
+        "ValueOutOfRange",
+    ),
+    ({"beta": lambda x: x.index_fill(1, torch.tensor([2]), -torch.inf)}, "go from -inf to 1.", "ValueOutOfRange"),
     ({"layout": "BHDL"}, "`layout` must be one of BHLD, BLHD; got 'BHDL'", "UnknownName"),
     ({"layout": []}, "`layout` must be one of BHLD, BLHD; got []", "UnknownName"),
 ]
@@ -794,12 +894,57 @@ def test_what_an_open_draft_allows():
         lambda: RecurrentState(B, H, D, V, feature_map="relu"),
         lambda: RecurrentState(B, H, D, V, dtype=torch.float64),
         lambda: RecurrentState(B, H, D, V, feature_map=torch.exp),
+        lambda: RecurrentState(B, H, D, V, scale=0.3),
     ],
 )
 def test_no_snapshot_of_another_kind(other):
     state = RecurrentState(B, H, D, V)
     told = "`snapshot` must be of a state like this one, [3, 4, 8, 5] with rule 'gated_delta', features none, "
     refused(lambda: state.restore(other().snapshot()), told, "ShapeError")
+
+
+def test_no_snapshot_of_another_decay():
+    one, other = (RecurrentState(1, 2, D, V, "retention", decay=torch.tensor([a, -0.5])) for a in (-1.0, -1.25))
+    refused(lambda: one.restore(other.snapshot()), "scale 0.35", "ShapeError")
+    refused(lambda: one.restore(other.snapshot()), "decay [-1.25, -0.5], float32; restore", "ShapeError")
+    none = RecurrentState(1, 2, D, V, "retention", decay=torch.tensor([math.nan, -0.5]))
+    none.restore(pickle.loads(pickle.dumps(none)).snapshot())
+
+
+class Powers(torch.nn.Module):
+    def __init__(self, power=2, training=True):
+        super().__init__()
+        self.power = power
+        self.inner = torch.nn.Linear(D, D, bias=False)
+        self.register_buffer("offset", torch.ones(D))
+        self.train(training)
+
+    def forward(self, x):
+        return self.inner(x) ** self.power + self.offset
+
+
+def test_snapshots_know_a_feature_map_by_its_contents():
+    phi = Powers()
+    state = make("linear", feature_map=phi)
+    state.step(*tokens_of("linear"))
+    for twin in (pickle.loads(pickle.dumps(state)), make("linear", feature_map=copy.deepcopy(phi).eval())):
+        assert twin._setting.feature_map is not phi
+        twin.restore(state.snapshot())
+        assert same(twin, state)
+    told = "with the same `feature_map`; its Powers is another, or holds other numbers; restore it into"
+    cubed, moved, learned = (copy.deepcopy(phi) for _ in range(3))
+    cubed.power = 3
+    moved.offset += 1
+    learned.inner.weight.data[0, 0] += 1
+    for other in (cubed, moved, learned):
+        refused(
+            lambda other=other: make("linear", feature_map=other).restore(state.snapshot()), told, "ValueOutOfRange"
+        )
+    refused(
+        lambda: make("linear", feature_map=lambda x: x).restore(make("linear", feature_map=lambda x: x).snapshot()),
+        "its function is another",
+        "ValueOutOfRange",
+    )
 
 
 def test_no_tensor_of_another_kind():

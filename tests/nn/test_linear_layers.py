@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from qkv.errors import CheckpointError, DTypeError, ShapeError, UnknownName, UnsupportedError, ValueOutOfRange
+from qkv.linear.engine import ENGINES
 from qkv.nn import (
     GatedDeltaNet,
     GatedLinearAttention,
@@ -319,17 +321,158 @@ def test_sixteen_bits_follow_float32(name):
     close(steps, want, torch.bfloat16, times=16)
 
 
-@pytest.mark.parametrize("name", ["gated-delta", "kimi", "kimi-bounded", "mamba2", "gated-linear"])
+@pytest.mark.parametrize(
+    "name", ["gated-delta", "kimi", "kimi-bounded", "mamba2", "gated-linear", "retention", "lightning"]
+)
 def test_gates_of_sixteen_bit_layers_are_those_of_float32(name, monkeypatch):
     seen = []
     recur = Passage.recur
-    monkeypatch.setattr(Passage, "recur", lambda *args, **options: seen.append(args[5]) or recur(*args, **options))
+
+    def watched(*args, **options):
+        seen.append(options["decay"] if "decay" in options else args[5])
+        return recur(*args, **options)
+
+    monkeypatch.setattr(Passage, "recur", watched)
     layer, x = made(name, torch.bfloat16)
     layer(0 * x)  # what is projected is exact
     layer.float()(0 * x.float())
     assert seen[0].dtype == seen[1].dtype == torch.float32
     assert (seen[0] < 0).all()
     assert torch.equal(*seen)
+    if isinstance(layer, Retention):
+        assert torch.equal(seen[0], torch.tensor(layer.decay))
+        assert torch.equal(copy.deepcopy(layer).bfloat16().initial_state(1).recurrent._setting.decay, seen[0])
+
+
+@every
+def test_states_made_and_used_in_inference_mode_or_not(name):
+    layer, x = made(name)
+    with torch.no_grad():
+        want = layer(x)
+    for inside in (True, False):
+        with torch.inference_mode(inside):
+            state = layer.initial_state(2)
+            state = state.fork()
+            state.reorder([0, 1])
+            assert state.tail is None or not state.tail.is_inference()
+            state = pickle.loads(pickle.dumps(state))
+        layer(x[:, :3], state)
+        with torch.inference_mode(inside):
+            snapshot = state.snapshot()
+            state.restore(snapshot)
+        parts = [layer.step(x[:, t], state)[0] for t in (3, 4)]
+        with torch.inference_mode(not inside):
+            parts += [layer.step(x[:, t], state)[0] for t in (5, 6)]
+            layer(x[:, 7:9], state)
+        parts += layer(x[:, 9:], state)[0].unbind(1)
+        close(torch.stack(parts, dim=1), torch.cat([want[:, 3:7], want[:, 9:]], dim=1), torch.float64)
+        state.restore(snapshot)
+        close(layer.step(x[:, 3], state)[0], want[:, 3], torch.float64)
+        assert not any(tensor.is_inference() for tensor in (state.recurrent.state, state.tail) if tensor is not None)
+
+
+@every
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copy_of_a_state_goes_on_by_itself(name, how):
+    layer, x = made(name)
+    state = layer.initial_state(2)
+    layer(x[:, :8], state)
+    twin = how(state)
+    layer(x[:, 8:], twin)
+    assert (state.length, twin.length) == (8, LENGTH)
+    close(layer(x[:, 8:], state)[0], layer(x)[:, 8:], torch.float64)
+
+
+@every
+@pytest.mark.parametrize("backend", ["chunked", "reference"])
+def test_the_layer_s_backend_answers_its_steps(name, backend, monkeypatch):
+    layer, x = made(name)
+    state = layer.initial_state(2)
+    layer(x[:, :8], state)
+    for engine in {"cpu", "chunked", "reference"} - {backend}:
+        monkeypatch.setitem(ENGINES, engine, None)
+    monkeypatch.setattr("qkv.linear.state.at_once", None)
+    monkeypatch.setattr("qkv.linear.native.advance", None)
+    layer.backend = backend
+    assert layer.initial_state(2).recurrent.backend == backend
+    for one in (state, layer.initial_state(2)):  # also that of a layer with another
+        layer.step(x[:, 8], one)
+        assert one.recurrent.backend == backend
+    close(layer.step(x[:, 9], state)[0], layer(x[:, :10])[:, 9], torch.float64)
+
+
+@every
+def test_a_backend_that_is_none_is_refused_at_once(name, monkeypatch):
+    kind = type(LAYERS[name][0]())
+    with pytest.raises(UnknownName, match="`backend` must be one of auto, chunked, cpu, reference; got 'triton'"):
+        kind(DIM, 3 if kind is not Mamba2Mixer else 6, backend="triton")
+
+
+def test_a_step_that_the_backend_cannot_answer_leaves_no_trace():
+    layer = GatedDeltaNet(DIM, 1, head_k_dim=300, head_v_dim=4, backend="cpu")
+    state, x = layer.initial_state(1), torch.randn(1, DIM)
+    with pytest.raises(UnsupportedError, match="`backend` 'cpu' must be able to answer the call"):
+        layer.step(x, state)
+    assert not state.tail.any() and state.lengths == (0,)
+
+
+@every
+def test_states_for_inputs_of_another_type_are_told_so(name):
+    layer, x = made(name, torch.float32)
+    told = "`state` must be made for inputs of {}, in which the layer runs here; got one for {}; make it with "
+    calls = (lambda state: layer(x, state), lambda state: layer.step(x[:, 0], state))
+    state = layer.initial_state(2, dtype=torch.float64)
+    for call in calls:
+        with pytest.raises(
+            DTypeError, match=told.format("float32", "float64") + r"initial_state\(batch, dtype=torch.fl"
+        ):
+            call(state)
+    assert state.length == 0 and not state.recurrent.state.any()
+    state = layer.initial_state(2)
+    if state.tail is None:
+        return
+    remedy = r"initial_state\(batch, dtype=torch.bfloat16\)"
+    for call in calls:
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(DTypeError, match=told.format("bfloat16", "float32") + remedy),
+        ):
+            call(state)
+    assert state.length == 0 and not state.recurrent.state.any()
+
+
+@every
+def test_an_open_draft_or_an_interrupted_state_is_refused(name):
+    layer, x = made(name)
+    state = layer.initial_state(2)
+    layer(x[:, :8], state)
+    snapshot, memory = state.snapshot(), layer.memory()
+    q = torch.randn(2, memory.key_heads, memory.key_dim, dtype=torch.float64).abs()
+    v, g = (torch.zeros(2, memory.heads, n, dtype=torch.float64) for n in (memory.value_dim, memory.key_dim))
+    gate = {"gated_linear": g, "kimi_delta": g, "gated_delta": g[..., 0], "ssd": g[..., 0]}.get(memory.rule)
+    state.recurrent.step(q, q, v, gate, g[..., 0] if "delta" in memory.rule else None, draft=True)
+    for call, method in ((lambda: layer(x, state), "forward"), (lambda: layer.step(x[:, 0], state), "step")):
+        with pytest.raises(UnsupportedError, match=f"`{method}` must not meet an open draft; 1 tokens are drafted; "):
+            call()
+        assert state.recurrent.drafted == 1
+    state.recurrent.reject()
+    state.recurrent._tear()
+    for call in (lambda: layer(x, state), lambda: layer.step(x[:, 0], state)):
+        with pytest.raises(UnsupportedError, match="a state must be whole; a step ended early"):
+            call()
+    state.restore(snapshot)
+    close(layer(x[:, 8:], state)[0], layer(x)[:, 8:], torch.float64)
+
+
+@every
+def test_without_numbers_shapes_come_out_as_everywhere(name):
+    layer, x = made(name)
+    layer, x = layer.to("meta"), x.to("meta")
+    state = layer.initial_state(2)
+    assert layer(x, state)[0].shape == x.shape
+    assert layer.step(x[:, 0], state)[0].shape == (2, DIM)
+    assert state.recurrent.state.is_meta and state.length == LENGTH + 1
+    state.restore(state.snapshot())
 
 
 def test_bidirectional_reads_all_and_has_no_state():
@@ -352,8 +495,16 @@ def test_feature_maps_decode(feature_map):
 
 def test_a_module_as_feature_map_is_trained_with_the_layer():
     layer = LinearAttention(DIM, 3, feature_map=torch.nn.Sequential(torch.nn.Linear(8, 11), torch.nn.Softplus()))
-    layer(torch.randn(1, 5, DIM)).sum().backward()
-    assert layer.get_parameter("feature_map.0.weight").grad.abs().max() > 0
+    assert {"feature_map.0.weight", "feature_map.0.bias"} < set(dict(layer.named_parameters()))
+    layer, x = layer.double(), torch.randn(1, 5, DIM, dtype=torch.float64)
+    q, k, v = ((x @ layer.get_parameter(f"{part}_proj.weight").T).unflatten(-1, (3, 8)) for part in "qkv")
+    weights = torch.einsum("blhm,bnhm->bhln", layer.feature_map(q), layer.feature_map(k)).tril()
+    want = torch.einsum("bhln,bnhv->blhv", weights / weights.sum(-1, keepdim=True), v).flatten(-2)
+    seed, learned = torch.randn_like(x), tuple(layer.feature_map.parameters())
+    got = torch.autograd.grad((layer(x) * seed).sum(), learned)
+    for ours, theirs in zip(got, torch.autograd.grad((layer.o_proj(want) * seed).sum(), learned), strict=True):
+        assert theirs.abs().max() > 0
+        close(ours, theirs, torch.float64)
     assert layer.initial_state(1).recurrent.state.shape[2] == 11
 
 
@@ -490,10 +641,23 @@ def test_a_state_of_another_layer_is_refused():
         (lambda: KimiDeltaAttention(24, 3, gate_lower_bound=5), ValueOutOfRange, "must be negative; got 5; pass -5.0"),
         (lambda: Mamba2Mixer(24, 6, n_groups=4), ShapeError, "`heads` must be divisible by `n_groups`"),
         (lambda: Mamba2Mixer(24, 7), ShapeError, "must be divisible by `heads`; got dim 48 and heads 7"),
+        (
+            lambda: Mamba2Mixer(24, 6, time_step_limit=None),
+            ValueOutOfRange,
+            r"`time_step_limit` must be two numbers, the least dt and the greatest; got None; say \(0.0, math.inf\)",
+        ),
+        (lambda: Mamba2Mixer(24, 6, time_step_limit=(0.1,)), ValueOutOfRange, r"got \(0.1,\)"),
+        (lambda: Mamba2Mixer(24, 6, time_step_limit=(0.2, 0.1)), ValueOutOfRange, r"got \(0.2, 0.1\)"),
+        (lambda: Mamba2Mixer(24, 6, time_step_limit=(0.2, "1")), ValueOutOfRange, "got .0.2, '1'."),
         (lambda: GatedLinearAttention(24, 3, gate_low_rank_dim=0), ValueOutOfRange, "`gate_low_rank_dim`"),
-        (lambda: Retention(9, 3), ShapeError, "`head_k_dim` must be divisible by `2`; got head_k_dim 3"),
+        (
+            lambda: Retention(9, 3),
+            ShapeError,
+            "`head_k_dim` must be even where `rotary` is True, which turns entries in pairs; got 3; ",
+        ),
         (lambda: Retention(24, 3, decay=[-1.0]), ShapeError, "one number for each head; got 1 for 3 heads"),
         (lambda: Retention(24, 3, decay=[-1.0, 0.5, 0]), ValueOutOfRange, "must be at most 0; got 0.5"),
+        (lambda: Retention(24, 3, decay=[-1.0, -0.5, math.nan]), ValueOutOfRange, "must be at most 0; got nan"),
         (lambda: Retention(24, 3, norm="layer"), UnknownName, "`norm` must be one of group, rms, whole; got 'layer'"),
         (lambda: Retention(24, 3, gate="swish"), UnknownName, "`gate` must be one of sigmoid, silu"),
         (lambda: Retention(24, 3, activation="gelu"), UnknownName, "`activation` must be one of silu"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qkv.errors import DTypeError, QkvError, ShapeError, UnsupportedError, ValueOutOfRange, message, unknown_name
 from qkv.inputs import read_number
-from qkv.linear.beside import GateForm, Inputs, check_beside, check_shape, read_beta, read_gate
+from qkv.linear.beside import GateForm, Inputs, check_beside, check_shape, other_layout, read_beta, read_gate
 from qkv.linear.features import FeatureMap
 from qkv.linear.recurrence import Feature, Recurrence, Streams
 from qkv.patterns.arguments import one_flag
@@ -187,7 +187,7 @@ def _check_sizes(inputs: Inputs) -> None:
         raise ShapeError(message(holds, seen, _order_hint(inputs.layout)))
     if key_heads != k[1]:
         holds, seen = "`query` and `key` must have the same heads K", f"got K = {key_heads} and {k[1]}"
-        raise ShapeError(message(holds, seen, _order_hint(inputs.layout)))
+        raise ShapeError(message(holds, seen, _sharing_hint(inputs)))
     if key_heads < 1 or v[1] < 1 or v[1] % key_heads:
         holds = "the heads H of `value` must be a multiple of the heads K of `query` and `key`"
         raise ShapeError(message(holds, f"got H = {v[1]} and K = {key_heads}", _order_hint(inputs.layout)))
@@ -200,8 +200,18 @@ def _check_sizes(inputs: Inputs) -> None:
 
 
 def _order_hint(layout: Layout) -> str:
-    other = "BLHD" if layout == "BHLD" else "BHLD"
+    other = other_layout(layout)
     return f"if the axes stand as ({', '.join(other)}), say layout={other!r}"
+
+
+def _sharing_hint(inputs: Inputs) -> str:
+    """What to do where the heads of q and k differ: queries that share keys, or another layout."""
+    heads, keys, values = (tensor.shape[1] for tensor in inputs[:3])
+    if not 0 < keys < heads or heads % keys:
+        return _order_hint(inputs.layout)
+    axis = 1 if inputs.layout == "BHLD" else 2
+    repeated = [f"{name}.repeat_interleave({heads // keys}, {axis})" for name in ("key", "value")]
+    return f"query heads that share keys need them repeated: {', '.join(repeated if values == keys else repeated[:1])}"
 
 
 def _read_starts(cu_seqlens: object, axes: dict[str, int]) -> tuple[int, ...]:

@@ -31,8 +31,15 @@ LARGE = 2**26  # the same on other devices, which want many chunks at once
 def answer(recurrence: Recurrence, streams: Streams, *, chunk: int = CHUNK) -> Outcome:
     """Outputs, and the state after each sequence."""
     if torch.compiler.is_compiling():
-        operator.index(streams.value.shape[2])  # a graph is of one L: symbols take minutes to cut into chunks
+        _known_sizes(streams)
     return joined(recurrence, [_run(recurrence, *one, chunk) for one in sequences(recurrence, streams)])
+
+
+def _known_sizes(streams: Streams) -> None:
+    """Makes a graph one of these sizes, but for any B: symbols that are cut into chunks take a compiler minutes."""
+    for stream in (streams.query, streams.value):
+        for size in stream.shape[1:]:
+            operator.index(size)
 
 
 def _run(recurrence: Recurrence, tokens: Tokens, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

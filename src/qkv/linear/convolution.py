@@ -16,7 +16,8 @@ from qkv.backends.cpu import TYPES, address
 from qkv.backends.extension import native
 from qkv.errors import DTypeError, ShapeError, UnsupportedError, message, unknown_name
 from qkv.linear.asking import NO_GRAPH
-from qkv.linear.fused import Given, check_beside, core_reads, run, side_by_side
+from qkv.linear.beside import check_beside
+from qkv.linear.fused import Given, core_reads, run, side_by_side
 from qkv.linear.recurrence import compute_dtype
 from qkv.outside import outside_of_graphs
 from qkv.patterns.arguments import one_flag
@@ -225,13 +226,16 @@ def _read_tensors(
     if x.ndim != 3:
         holds, seen = "`x` must have 3 axes, (B, L, C)", f"got {list(x.shape)}"
         raise ShapeError(message(holds, seen, "say x[None] for a single sequence, x.transpose(1, 2) for (B, C, L)"))
-    weight, channels = check_beside("weight", weight, x), x.shape[2]
+    weight, channels = check_beside("weight", weight, x, of="x"), x.shape[2]
+    if weight.ndim == 2 and weight.shape[0] == x.shape[1] != channels:
+        holds, seen = f"`x` must be (B, L, C) with the C of `weight`, {weight.shape[0]}", f"got {list(x.shape)}"
+        raise ShapeError(message(holds, seen, "say x.transpose(1, 2) for (B, C, L)"))
     if weight.ndim != 2 or weight.shape[0] != channels or not 1 <= weight.shape[1] <= MOST_TAPS:
         holds = f"`weight` must be (C, K) with C = {channels} and K from 1 to {MOST_TAPS}"
         remedy = "say conv.weight.squeeze(1) for that of a torch.nn.Conv1d"
         raise ShapeError(message(holds, f"got {list(weight.shape)}", remedy))
     if bias is not None:
-        bias = check_beside("bias", bias, x)
+        bias = check_beside("bias", bias, x, of="x")
         if tuple(bias.shape) != (channels,):
             holds, seen = f"`bias` must be (C,) = [{channels}]", f"got {list(bias.shape)}"
             raise ShapeError(message(holds, seen, "it holds one number a channel"))
@@ -244,7 +248,7 @@ def _read_tensors(
 def _read_state(state: object, x: Tensor, shape: list[int]) -> Tensor:
     """The inputs before token 0 of each sequence."""
     name = "initial_state"
-    state = check_beside(name, state, x)
+    state = check_beside(name, state, x, of="x")
     if list(state.shape) != shape:
         holds, seen = f"`{name}` must be (N, K - 1, C) = {shape}", f"got {list(state.shape)}"
         raise ShapeError(message(holds, seen, "it holds the inputs before token 0 of each sequence, oldest first"))

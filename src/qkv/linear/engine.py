@@ -8,13 +8,11 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
 
-from qkv.backends.autograd import forward_mode
 from qkv.backends.base import without_autocast
 from qkv.errors import UnsupportedError, message, unknown_name
 from qkv.linear import chunked, native, reference
+from qkv.linear.fused import has_tangents
 from qkv.linear.recurrence import Outcome, Recurrence, Streams
 from qkv.settings import BACKEND, read
 from qkv.shapes import values_can_be_seen
@@ -76,7 +74,7 @@ def reasons_against(name: str, recurrence: Recurrence, streams: Streams) -> list
         return []
     if not values_can_be_seen(streams.query):
         return ["the native core needs numbers in memory, in no graph and no transform"]
-    if _has_tangents(streams):
+    if has_tangents(*streams):
         return ["the native core has no forward-mode derivatives"]
     return native.reasons_against(recurrence, streams.query.device)
 
@@ -88,12 +86,3 @@ def _named(backend: str) -> tuple[str, str]:
         if from_setting in ENGINES:
             return BACKEND.name, from_setting
     return "backend", backend
-
-
-def _has_tangents(streams: Streams) -> bool:
-    """Whether forward-mode differentiation goes through the call."""
-
-    def has_tangent(tensor: Tensor | None) -> bool:
-        return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
-
-    return forward_mode() and any(map(has_tangent, streams))

@@ -16,8 +16,7 @@ from torch.autograd import forward_ad
 from qkv.backends.autograd import Wanted, forward_mode, gradients_through
 from qkv.backends.cpu import TYPES, in_memory
 from qkv.backends.extension import MISSING, check_isa
-from qkv.errors import DeviceError, message
-from qkv.shapes import ORDINARY, check_dense, check_float, values_can_be_seen
+from qkv.shapes import ORDINARY, values_can_be_seen
 
 Given: TypeAlias = tuple[Tensor | None, ...]
 
@@ -55,9 +54,12 @@ def core_takes(*tensors: Tensor | None) -> bool:
         ):
             return False
     check_isa()
-    return not (
-        forward_mode() and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-    )
+    return not has_tangents(*tensors)
+
+
+def has_tangents(*tensors: Tensor | None) -> bool:
+    """Whether forward-mode differentiation goes through a call of these."""
+    return forward_mode() and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def core_reads(tensor: Tensor, wide: torch.dtype) -> Tensor:
@@ -69,16 +71,6 @@ def core_reads(tensor: Tensor, wide: torch.dtype) -> Tensor:
 def side_by_side(tensor: Tensor) -> Tensor:
     """The tensor, or a copy, whose last axis lies without gaps."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def check_beside(name: str, tensor: object, x: Tensor) -> Tensor:
-    """A dense floating-point tensor on the device of `x`."""
-    found = check_dense(name, tensor)
-    check_float(name, found)
-    if found.device != x.device:
-        seen, remedy = f"got {found.device} beside {x.device}", f"move it with {name}.to({str(x.device)!r})"
-        raise DeviceError(message(f"`{name}` must be on the device of `x`", seen, remedy))
-    return found
 
 
 class _Fused(torch.autograd.Function):

@@ -19,6 +19,7 @@ from qkv.backends.base import without_autocast
 from qkv.backends.cpu import TYPES, address, in_memory
 from qkv.backends.extension import MISSING, check_isa, native
 from qkv.linear import chunked
+from qkv.linear.fused import side_by_side
 from qkv.linear.recurrence import Outcome, Recurrence, Streams
 from qkv.shapes import dtype_name
 from qkv.values import NARROW
@@ -120,7 +121,7 @@ def _backward(
 ) -> list[Tensor | None]:
     """Gradients in the types of the streams, None where not wanted."""
     read, (checkpoints, output), wide = as_the_core_reads(recurrence, streams), kept, recurrence.compute_dtype
-    grad_output = _like(read.value).zero_() if incoming[0] is None else _rows(in_memory(incoming[0]))
+    grad_output = _like(read.value).zero_() if incoming[0] is None else side_by_side(in_memory(incoming[0]))
     grad_state = None if incoming[1] is None else in_memory(incoming[1]).contiguous()
     made = [_like(t) if want else None for t, want in zip(read[:3], wanted[:3], strict=True)]
     made += [
@@ -134,17 +135,17 @@ def _backward(
 
 
 def as_the_core_reads(recurrence: Recurrence, streams: Streams) -> Streams:
-    """Channels side by side, the state dense and in the compute type; all else as it is."""
+    """Channels side by side, the state dense; all else as it is."""
     query, key, value, gate, beta, state = streams
     wide = recurrence.compute_dtype
     if gate is not None:
         gate = _readable(gate, wide)
-        gate = _rows(gate) if recurrence.gate == "vector" else gate
+        gate = side_by_side(gate) if recurrence.gate == "vector" else gate
     if beta is not None:
         beta = _readable(beta, wide)
     if state is not None:
-        state = state.to(wide).contiguous()
-    return Streams(_rows(query), _rows(key), _rows(value), gate, beta, state)
+        state = state.contiguous()
+    return Streams(side_by_side(query), side_by_side(key), side_by_side(value), gate, beta, state)
 
 
 def _readable(tensor: Tensor, wide: torch.dtype) -> Tensor:
@@ -156,12 +157,7 @@ def _readable(tensor: Tensor, wide: torch.dtype) -> Tensor:
 def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Memory that lies as a tensor does where that leaves its last axis dense."""
     made = torch.empty_like(tensor, dtype=dtype)
-    return made if _rows(made) is made else tensor.new_empty(tensor.shape, dtype=dtype)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """The tensor with its last axis dense."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    return made if side_by_side(made) is made else tensor.new_empty(tensor.shape, dtype=dtype)
 
 
 def _kept(recurrence: Recurrence) -> tuple[int, int, int, int]:
@@ -183,6 +179,7 @@ def _steps(tensor: Tensor | None) -> tuple[int, int, int]:
 def call(recurrence: Recurrence, read: Streams, output: Tensor) -> native.Recurrence:
     """The question for streams as `as_the_core_reads` gives them and an output, remembered by types and strides."""
     assert read.query.dtype == read.key.dtype == read.value.dtype == recurrence.dtype
+    assert read.state is None or read.state.dtype == recurrence.compute_dtype
     types = tuple(TYPES[read.query.dtype if t is None else t.dtype] for t in (read.query, read.gate, read.beta, output))
     strides = tuple(map(_steps, (*read[:5], output)))
     return _prepared(recurrence, types, strides)

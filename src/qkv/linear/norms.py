@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from qkv.backends.autograd import Wanted
 from qkv.backends.cpu import TYPES, address
 from qkv.backends.extension import native
-from qkv.errors import DTypeError, ShapeError, ValueOutOfRange, message, unknown_name
+from qkv.errors import ShapeError, ValueOutOfRange, message, unknown_name
 from qkv.inputs import read_number
-from qkv.linear.fused import Given, check_beside, core_reads, run, side_by_side
+from qkv.linear.beside import check_beside
+from qkv.linear.fused import Given, core_reads, run, side_by_side
 from qkv.linear.recurrence import compute_dtype
 from qkv.patterns.arguments import one_flag
-from qkv.shapes import check_dense, check_float, dtype_name
+from qkv.shapes import check_dense, check_float
 
 GateActivation: TypeAlias = Literal["silu", "sigmoid"]
 ACTIVATIONS = {"silu": 1, "sigmoid": 2}  # by their numbers in the core
@@ -187,21 +188,17 @@ def _read_x(x: object) -> Tensor:
 def _read_gate(gate: object, x: Tensor) -> Tensor | None:
     if gate is None:
         return None
-    gate = check_beside("gate", gate, x)
+    gate = check_beside("gate", gate, x, {x.dtype, compute_dtype(x.dtype)}, of="x")
     if gate.shape != x.shape:
         holds, seen = f"`gate` must have the shape of `x`, {list(x.shape)}", f"got {list(gate.shape)}"
         raise ShapeError(message(holds, seen, "repeat it without a copy by gate.expand_as(x)"))
-    wide = compute_dtype(x.dtype)
-    if gate.dtype not in {x.dtype, wide}:
-        holds = f"`gate` must be {dtype_name(x.dtype)} or {dtype_name(wide)} beside `x` of {dtype_name(x.dtype)}"
-        raise DTypeError(message(holds, f"got {dtype_name(gate.dtype)}", f"cast it with gate.to({wide})"))
     return gate
 
 
 def _read_weight(weight: object, x: Tensor) -> Tensor | None:
     if weight is None:
         return None
-    weight = check_beside("weight", weight, x)
+    weight = check_beside("weight", weight, x, of="x")
     if weight.ndim == 0 or weight.ndim > x.ndim or weight.shape != x.shape[x.ndim - weight.ndim :]:
         holds = f"`weight` must be (W,) = [{x.shape[-1]}], or have the last axes of `x`, {list(x.shape)}"
         raise ShapeError(message(holds, f"got {list(weight.shape)}", "leave it out for ones"))

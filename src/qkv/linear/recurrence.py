@@ -27,7 +27,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Streams(NamedTuple):
-    """The tensors of one call. Gate, beta and state may be wider than q, k and v."""
+    """The tensors of one call. Gate and beta may be wider than q, k and v; the state is of the compute type."""
 
     query: Tensor  # (B, K, L, D)
     key: Tensor  # (B, K, L, D)

@@ -49,7 +49,7 @@ def sequences(recurrence: Recurrence, streams: Streams) -> list[tuple[Tokens, Te
         state = value.new_zeros(recurrence.state_shape, dtype=recurrence.compute_dtype)
     elif not recurrence.length:
         state = state.clone()  # it is the answer, in memory of its own
-    state = state.to(recurrence.compute_dtype).unflatten(1, own)
+    state = state.unflatten(1, own)
     if recurrence.starts is None:
         return [(tokens, state)]
     lengths = [b - a for a, b in itertools.pairwise(recurrence.starts)]

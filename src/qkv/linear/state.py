@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
 from qkv.cache.arguments import read_size
-from qkv.errors import DTypeError, QkvError, ShapeError, UnsupportedError, ValueOutOfRange, message
+from qkv.errors import DTypeError, ShapeError, UnsupportedError, ValueOutOfRange, message
 from qkv.inputs import as_index
 from qkv.linear import native
 from qkv.linear.features import FeatureMap
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST = 16  # calls remembered
-BEFORE = (MemoryError, RuntimeError, QkvError)  # what the native core raises, all of it before it writes
 
 
 class RecurrentState(Held):
@@ -234,9 +233,7 @@ class RecurrentState(Held):
         try:
             output = at_once(call, tokens, self._state)
             self._length += call.recurrence.length
-        except BEFORE:
-            raise
-        except BaseException:
+        except BaseException:  # also what a signal handler raised while the core was at work
             self._tear()
             raise
         return output
@@ -251,9 +248,7 @@ class RecurrentState(Held):
                 output = computed.output
                 self._state.copy_(computed.state)
             self._length += call.recurrence.length
-        except BEFORE:
-            raise
-        except BaseException:
+        except BaseException:  # also what a signal handler raised while the core was at work
             self._tear()
             raise
         return output

@@ -51,7 +51,7 @@ class Held:
     _state: Tensor
     _length: int
     _draft: Draft | None
-    _torn: bool  # an interrupt came while the state was written
+    _torn: bool  # a step ended early, perhaps while it wrote
     _calls: dict[Hashable, Call]  # steps that were checked before, of a state that is whole
 
     def _begin(self, setting: Setting, state: Tensor, length: int) -> None:
@@ -228,7 +228,7 @@ class Held:
 
     def _check_whole(self) -> None:
         if self._torn:
-            holds, seen = "a state must be whole", "an interrupt came while it was written"
+            holds, seen = "a state must be whole", "a step ended early while it was written"
             remedy = "call reject() of its draft" if self._draft is not None else "restore a snapshot, load, or reset()"
             raise UnsupportedError(message(holds, seen, remedy))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qkv.cache.arguments import read_size
 from qkv.errors import DeviceError, DTypeError, ShapeError, ValueOutOfRange, message, unknown_name
 from qkv.inputs import read_scale
-from qkv.linear.beside import _check_sign
+from qkv.linear.beside import check_sign
 from qkv.linear.engine import check_name
 from qkv.linear.features import FeatureMap, read_feature_map
 from qkv.linear.recurrence import Feature, Gate, Recurrence, compute_dtype
@@ -207,5 +207,5 @@ def _read_decay(decay: object, name: str, heads: int, dtype: torch.dtype, device
         raise DeviceError(message(holds, f"got {given.device}", f"move it with decay.to({str(device)!r})"))
     with torch.inference_mode(False):
         own = given.detach().to(dtype, copy=True)
-    _check_sign("decay", own)
+    check_sign("decay", own)
     return own

@@ -23,7 +23,7 @@ from qkv.errors import (
     unknown_name,
 )
 from qkv.linear import native
-from qkv.linear.beside import _check_sign
+from qkv.linear.beside import check_sign
 from qkv.linear.engine import ENGINES, choose
 from qkv.linear.features import FeatureMap
 from qkv.linear.recurrence import Outcome, Recurrence, Streams
@@ -32,6 +32,7 @@ from qkv.shapes import check_dense, check_float, describe, dtype_name
 from qkv.values import bounds
 
 Core: TypeAlias = "binary.Recurrence"
+LEAST = 64  # numbers, (B, H): up to these Python looks at them faster than torch
 FEW = 1 << 15  # numbers: up to these torch reads by one thread, and needs no others in a forked child
 NAMES = ("query", "key", "value", "g", "beta")
 
@@ -176,13 +177,21 @@ def at_once(call: Call, tokens: Tokens, state: Tensor) -> Tensor:
 
 def check_gate(gate: Tensor) -> None:
     """As the functions: the logs of decays are at most 0; NaN stays, and spreads."""
-    if not 0 < gate.numel() <= FEW or gate.max().item() > 0:
-        _check_sign("g", gate)
+    if gate.ndim == 2 and 0 < gate.numel() <= LEAST:
+        most: float = max(map(max, gate.tolist()))
+    else:
+        most = gate.max().item() if 0 < gate.numel() <= FEW else math.inf
+    if most > 0:
+        check_sign("g", gate)
 
 
 def check_strength(beta: Tensor) -> None:
     """As the functions: write strengths are finite, which their sum tells at once; NaN stays, and spreads."""
-    if not 0 < beta.numel() <= FEW or not math.isfinite(beta.sum().item()):
+    if beta.ndim == 2 and 0 < beta.numel() <= LEAST:
+        total: float = sum(map(sum, beta.tolist()))
+    else:
+        total = beta.sum().item() if 0 < beta.numel() <= FEW else math.inf
+    if not math.isfinite(total):
         _check_finite(beta)
 
 

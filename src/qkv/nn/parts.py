@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from qkv.cache.arguments import read_size
 from qkv.errors import ShapeError, ValueOutOfRange, message
+from qkv.linear.convolution import MOST_TAPS
 from qkv.linear.recurrence import compute_dtype
-
-MOST_TAPS = 8
 
 
 def divided(name: str, value: int, by: str, parts: int) -> int:
