@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/pages.h"
 #include "bind_run.h"
 
 using namespace nb::literals;
@@ -164,6 +165,9 @@ NB_MODULE(_native, module) {
   module.def("available_isas", &qkv::available);
   module.def("choose_isa", &qkv::choose_isa, "name"_a);
 
+  module.def(
+      "prefer_large_pages", [](qkv::Address data, size_t bytes) { qkv::prefer_large_pages(qkv::at(data), bytes); },
+      "data"_a, "bytes"_a);
   qkv::bind_linear(module);
   qkv::bind_beside(module);
 

@@ -87,13 +87,13 @@ struct Lane {
 
 // The tokens of the next chunk, asked for while this one is worked on, block by block.
 struct Ahead {
-  Rows rows[3];
-  int64_t widths[3];
+  Rows rows[4];
+  int64_t widths[4];
 
   __attribute__((always_inline)) void ask(int64_t block) const {
-#pragma GCC unroll 3
-    for (int n = 0; n < 3; ++n) {
-      const int64_t some = least(BLOCK, rows[n].count - block * BLOCK);
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) {
+      const int64_t some = widths[n] ? least(BLOCK, rows[n].count - block * BLOCK) : 0;
       if (some > 0) ask_for(rows[n], block * BLOCK, some, widths[n]);
     }
   }
@@ -101,11 +101,12 @@ struct Ahead {
 
 template <class Data>
 Ahead next_chunk(const Recurrence& p, const Data& data, const Lane& lane, int64_t chunk) {
-  Ahead made{{lane.rows(data.query, p.type, p.query, lane.key_head, chunk + 1),
-              lane.rows(data.key, p.type, p.key, lane.key_head, chunk + 1),
-              lane.rows(data.value, p.type, p.value, lane.head, chunk + 1)},
-             {p.key_dim, p.key_dim, p.value_dim}};
-  return made;
+  const bool gates = p.gates == Gates::vector;  // single numbers a token lie near enough
+  const Rows query = lane.rows(data.query, p.type, p.query, lane.key_head, chunk + 1);
+  return {{query, lane.rows(data.key, p.type, p.key, lane.key_head, chunk + 1),
+           lane.rows(data.value, p.type, p.value, lane.head, chunk + 1),
+           gates ? lane.rows(data.gate, p.gate_type, p.gate, lane.head, chunk + 1) : query},
+          {p.key_dim, p.key_dim, p.value_dim, gates ? p.key_dim : 0}};
 }
 
 }  // namespace

@@ -8,6 +8,7 @@ import torch
 import qkv
 from linear.engines import NATIVE, each, using
 from qkv.backends import extension
+from qkv.backends.cpu import LARGE, fresh
 from qkv.linear import native, reference
 from qkv.linear.recurrence import Recurrence, Streams
 
@@ -71,6 +72,14 @@ def test_the_normaliser_of_a_state_in_place_is_read_before_it_is_written(engine,
                 torch.testing.assert_close(state, want.state)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5_000, LARGE // 8 + 3, LARGE])
+def test_a_wish_for_large_pages_changes_nothing(count):
+    for first in (0, 1, 513):
+        numbers = torch.arange(count + first, dtype=torch.float64)[first:]
+        assert fresh(numbers) is numbers
+        assert torch.equal(numbers, torch.arange(first, count + first, dtype=torch.float64))
 
 
 def test_rows_that_overlap():

@@ -15,7 +15,8 @@ COMPILER = shutil.which("aarch64-linux-gnu-g++")
 @pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="there is no aarch64-linux-gnu-g++")
 @pytest.mark.parametrize(
-    "source", ["targets/neon.cpp", "targets/linear_neon.cpp", "base/threads.cpp", "isa.cpp", "core.cpp"]
+    "source",
+    ["targets/neon.cpp", "targets/linear_neon.cpp", "base/threads.cpp", "base/pages.cpp", "isa.cpp", "core.cpp"],
 )
 def test_compiles_without_warnings(source, tmp_path):
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=fast", "-DQKV_HAS_NEON"]

@@ -20,6 +20,7 @@ from qkv.shapes import dtype_name
 TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 KINDS = {"tensor": 1, "alibi": 2, "relative": 3}
 WIDEST = 256  # the greatest D and V
+LARGE = 1 << 22  # bytes, of two large pages
 TOGETHER = 4  # query tiles that share a block of keys, and so its way through memory
 
 
@@ -121,12 +122,19 @@ class Prepared:
             for tensor, want, dtype in zip(tensors, wanted, (*[problem.dtype] * 3, wide, wide), strict=True)
         ]
         if tensors.bias is not None and made[3] is not None:  # can be large, and fresh pages come filled with zeros
-            made[3] = torch.zeros(tensors.bias.shape, dtype=wide, device=problem.device)
+            made[3] = fresh(torch.zeros(tensors.bias.shape, dtype=wide, device=problem.device))
         grad_output = in_memory(incoming.output)
         grad_lse = None if incoming.lse is None else in_memory(incoming.lse).contiguous()
         every = (*as_the_core_reads(problem, tensors), *saved, grad_output, grad_lse, *made)
         self.call.backward(torch.get_num_threads(), seed, grad_output.stride(), *map(address, every))  # as above
         return Gradients(*(g if g is None or t is None else g.to(t.dtype) for g, t in zip(made, tensors, strict=True)))
+
+
+def fresh(tensor: Tensor) -> Tensor:
+    """A tensor that was not written yet: where it is large, the system is asked for large pages."""
+    if tensor.nbytes >= LARGE:
+        native.prefer_large_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def address(tensor: Tensor | None) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qkv.backends.autograd import gradients_through
 from qkv.backends.base import without_autocast
-from qkv.backends.cpu import TYPES, address, in_memory
+from qkv.backends.cpu import TYPES, address, fresh, in_memory
 from qkv.backends.extension import MISSING, check_isa, native
 from qkv.linear import chunked
 from qkv.linear.fused import side_by_side
@@ -77,7 +77,7 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recurrence: Recurrence, *streams: Tensor | None) -> tuple[Tensor, Tensor]:
         read = as_the_core_reads(recurrence, Streams(*streams))  # type: ignore[arg-type]
-        checkpoints = read.value.new_empty(_kept(recurrence), dtype=recurrence.compute_dtype)
+        checkpoints = fresh(read.value.new_empty(_kept(recurrence), dtype=recurrence.compute_dtype))
         wide = recurrence.compute_dtype if recurrence.normalize else recurrence.dtype
         output, state = _forward(recurrence, read, checkpoints, wide)
         ctx.save_for_backward(*streams, checkpoints, output if recurrence.normalize else None)
@@ -125,7 +125,7 @@ def _backward(
     grad_state = None if incoming[1] is None else in_memory(incoming[1]).contiguous()
     made = [_like(t) if want else None for t, want in zip(read[:3], wanted[:3], strict=True)]
     made += [
-        t.new_empty(t.shape, dtype=wide) if t is not None and want else None
+        fresh(t.new_empty(t.shape, dtype=wide)) if t is not None and want else None
         for t, want in zip(streams[3:], wanted[3:], strict=True)
     ]
     where = (*map(address, read[:5]), *map(address, (checkpoints, output, grad_output, grad_state, *made)))
@@ -157,7 +157,8 @@ def _readable(tensor: Tensor, wide: torch.dtype) -> Tensor:
 def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Memory that lies as a tensor does where that leaves its last axis dense."""
     made = torch.empty_like(tensor, dtype=dtype)
-    return made if side_by_side(made) is made else tensor.new_empty(tensor.shape, dtype=dtype)
+    made = made if side_by_side(made) is made else tensor.new_empty(tensor.shape, dtype=dtype)
+    return fresh(made)
 
 
 def _kept(recurrence: Recurrence) -> tuple[int, int, int, int]:
