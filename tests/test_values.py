@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv import values
-from qkv.values import all_equal, beyond, bounds
+from qkv.values import all_equal, beyond, bounds, greatest
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KINDS = {
@@ -41,6 +41,7 @@ def test_they_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
             for view in views(x):
                 least, most = (bound.item() for bound in view.aminmax())
                 found = bounds(view)
+                assert greatest(view) == found[1] or math.isnan(greatest(view)) == math.isnan(found[1]) is True
                 assert found == (least, most) or all(map(math.isnan, (*found, least, most)))
                 assert all_equal(view, 0.0, 1.0) == bool(((view == 0) | (view == 1)).all())
                 assert all_equal(view, -math.inf) == bool((view == -math.inf).all())

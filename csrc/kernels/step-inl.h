@@ -53,6 +53,9 @@ inline __attribute__((always_inline)) void write_rows(const T* from, T* to, int6
 #pragma GCC unroll 8
   for (int v = 0; v < N; ++v) u[v] = written[v];
   const auto row = [&](int64_t i, F<T>(&into)[N]) __attribute__((always_inline)) {
+    // The state of the next head lies behind this one.
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) __builtin_prefetch(from + (rows + i) * stride + v * LANES<T>, 1, 2);
 #pragma GCC unroll 8
     for (int v = 0; v < N; ++v) {
       F<T> s = load(from + i * stride + v * LANES<T>);

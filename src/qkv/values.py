@@ -32,6 +32,18 @@ def bounds(tensor: Tensor) -> tuple[float, float]:
     return float(np.min([least for least, _ in found])), float(np.max([most for _, most in found]))
 
 
+def greatest(tensor: Tensor) -> float:
+    """The greatest of at least one number, NaN where there is one.
+
+    >>> greatest(torch.tensor([2.0, -1.0, 0.5]))
+    2.0
+    """
+    numbers = _once(tensor)
+    if not numbers.is_cpu or tensor.dtype in NARROW:
+        return bounds(tensor)[1]
+    return float(np.max([piece.max() for piece in _pieces(numbers.numpy())]))
+
+
 def all_equal(tensor: Tensor, *wanted: float) -> bool:
     """Whether every number is one of `wanted`; the first that is not ends the search.
 

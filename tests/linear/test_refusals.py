@@ -616,3 +616,10 @@ def test_a_gate_of_a_norm_in_another_type(dtype: torch.dtype) -> None:
         qkv.gated_rms_norm(x, x.to(dtype))
     legal = "bfloat16 or float32" if dtype == torch.float64 else "float64"
     assert str(caught.value).startswith(f"`gate` must be {legal} beside inputs of {str(x.dtype)[6:]}; got ")
+
+
+def test_a_positive_gate_beside_nan_is_seen():
+    given = torch.rand(1, 2, 3, 4), torch.rand(1, 2, 3, 4), torch.rand(1, 2, 3, 5)
+    g = torch.tensor([torch.nan, 1.0, -1.0]).expand(1, 2, 3)
+    with pytest.raises(ValueOutOfRange, match="its greatest number is 1"):
+        qkv.ssd(*given, g)

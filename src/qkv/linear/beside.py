@@ -13,7 +13,7 @@ from qkv.errors import DTypeError, ShapeError, ValueOutOfRange, message
 from qkv.linear.recurrence import compute_dtype
 from qkv.shapes import check_dense, check_device, check_float, dtype_name, values_can_be_seen
 from qkv.types import Layout
-from qkv.values import bounds
+from qkv.values import bounds, greatest
 
 GateForm: TypeAlias = Literal["none", "constant", "scalar", "vector"]  # constant: (H,), the same for all tokens
 
@@ -109,9 +109,9 @@ def check_sign(name: str, gate: Tensor) -> None:
     """At most 0, where the numbers can be seen."""
     if gate.numel() == 0 or not values_can_be_seen(gate):
         return
-    _, most = bounds(gate)
+    most = greatest(gate)
     if math.isnan(most):  # which hides the others
-        _, most = bounds(gate.detach().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
+        most = greatest(gate.detach().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
     if most > 0.0:
         holds = f"`{name}` must be at most 0: it is the logarithm of a decay"
         raise ValueOutOfRange(message(holds, f"its greatest number is {most:g}", _IN_LOGS[name]))
