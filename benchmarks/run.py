@@ -18,12 +18,11 @@ from contest import Contest
 from families import LENGTHS, QUICK, Families
 from gate import Refused
 from goals import chosen
+from linear_suite import Linear
 from memory import MemoryProbe
 from peers import OURS
 from registry import FAMILIES
 from report import Suite, told, write
-
-from linear import Linear
 
 # The backend that each suite is about, and the name of its results.
 SUITES = {

@@ -16,7 +16,7 @@ import qkv
 from qkv.linear.recurrence import Recurrence, Streams
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "benchmarks"), str(Path(__file__).parent / "linear")]
-cases, gate, goals, linear = map(import_module, ("linear_cases", "gate", "goals", "linear"))
+cases, gate, goals, linear = map(import_module, ("linear_cases", "gate", "goals", "linear_suite"))
 peak, peers, truth, timing = map(import_module, ("peak", "linear_peers", "linear_truth", "timing"))
 registry, report, run = map(import_module, ("registry", "contest_report", "run"))
 recurrences = import_module("recurrences")

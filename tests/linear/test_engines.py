@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from linear.engines import EACH, FAST, FAST_EACH_ISA, FAST_LONG, using
+from linear.linear_engines import EACH, FAST, FAST_EACH_ISA, FAST_LONG, using
 from linear.recurrences import (
     DELTA,
     GATED,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linear.engines import EACH, using
+from linear.linear_engines import EACH, using
 from linear.recurrences import PLAIN, Question, made
 from qkv.linear import reference
 from qkv.linear.recurrence import Outcome, Recurrence, Streams

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import qkv
-from linear.engines import NATIVE, each, using
+from linear.linear_engines import NATIVE, each, using
 from qkv.backends import extension
 from qkv.backends.cpu import LARGE, fresh
 from qkv.linear import native, reference
