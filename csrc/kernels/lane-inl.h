@@ -85,6 +85,12 @@ struct Lane {
   }
 };
 
+// The same rows from a column on.
+inline Rows from_column(Rows rows, int64_t column) {
+  rows.data = static_cast<const char*>(rows.data) + column * size_of(rows.type);
+  return rows;
+}
+
 // The tokens of the next chunk, asked for while this one is worked on, block by block.
 struct Ahead {
   Rows rows[4];

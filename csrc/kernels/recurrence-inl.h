@@ -106,7 +106,7 @@ class RecurrencePass {
   // The tokens of a chunk meet the columns of a part; those of the next are asked for.
   void columns(const Lane& lane, int64_t chunk, int64_t part, bool asks, RecurrenceScratch<T>& s) {
     const int64_t column = part * PART, count = least(PART, p_.value_dim - column), rows = p_.key_dim;
-    const Rows value = from(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column);
+    const Rows value = from_column(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column);
     load_tokens(value, count, s.chunk.ones, s.value, s.columns);
     const Ahead ahead = next_chunk(p_, data_, lane, chunk);
     T* tile = state(part, s);
@@ -150,7 +150,7 @@ class RecurrencePass {
              RecurrenceScratch<T>& s) const {
     constexpr int64_t FULL = N * LANES<T>;
     const int64_t width = Lane::width(p_);
-    load_tokens(from(lane.rows(data_.value, p_.type, p_.value, lane.head, 0), column), some, s.chunk.ones, s.value, FULL);
+    load_tokens(from_column(lane.rows(data_.value, p_.type, p_.value, lane.head, 0), column), some, s.chunk.ones, s.value, FULL);
     const T* state = before + column;
     T* to = after + column;
     if (some < FULL) {
@@ -164,7 +164,7 @@ class RecurrencePass {
     }
     for (int64_t i = 0; i < p_.key_dim && some < FULL; ++i) copy(s.state + i * FULL, some, after + i * width + column);
     clear_undefined(p_, s.chunk, lane.count, s.output, FULL);
-    store_rows(s.output, FULL, some, by, from(lane.rows(data_.output, p_.output_type, p_.output, lane.head, 0), column));
+    store_rows(s.output, FULL, some, by, from_column(lane.rows(data_.output, p_.output_type, p_.output, lane.head, 0), column));
   }
 
   // The state before the first token, null for zeros; its column of the normaliser is loaded.
@@ -178,10 +178,6 @@ class RecurrencePass {
     return before;
   }
 
-  static Rows from(Rows rows, int64_t column) {
-    rows.data = static_cast<const char*>(rows.data) + column * size_of(rows.type);
-    return rows;
-  }
   static void copy(const T* from, int64_t count, T* to) {
     for (int64_t i = 0; i < count; ++i) to[i] = from[i];
   }
@@ -196,7 +192,7 @@ class RecurrencePass {
   void give(const Lane& lane, int64_t chunk, int64_t column, const T* factors, const RecurrenceScratch<T>& s) const {
     const int64_t count = least(PART, p_.value_dim - column);
     clear_undefined(p_, s.chunk, lane.tokens(chunk), s.output, s.columns);
-    const Rows output = from(lane.rows(data_.output, p_.output_type, p_.output, lane.head, chunk), column);
+    const Rows output = from_column(lane.rows(data_.output, p_.output_type, p_.output, lane.head, chunk), column);
     store_rows(s.output, s.columns, count, factors, output);
   }
 

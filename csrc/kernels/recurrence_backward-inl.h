@@ -244,9 +244,9 @@ class RecurrenceBackwardPass {
     const int64_t count = columns_from(column), tokens = lane.tokens(chunk);
     back.grad_state = state_of(column, s);
     load_columns(kept + column, Lane::width(p_), p_.key_dim, count, back.states, back.columns);
-    load_tokens(from(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column), count, s.chunk.ones,
+    load_tokens(from_column(lane.rows(data_.value, p_.type, p_.value, lane.head, chunk), column), count, s.chunk.ones,
                 back.value, back.columns);
-    load_tokens(from(grad_output(lane, chunk), column), count, by, back.grad_output, back.columns);
+    load_tokens(from_column(grad_output(lane, chunk), column), count, by, back.grad_output, back.columns);
     clear_undefined(p_, s.chunk, tokens, back.grad_output, back.columns);
     for (int64_t c = 0; c < back.columns; c += TILE_WIDTH<T>) {
       retrace<T, DELTA, GATED>(s.chunk, back, p_.key_dim, blocks_of(tokens, BLOCK), c);
@@ -254,7 +254,7 @@ class RecurrenceBackwardPass {
     reverse<T, DELTA, GATED>(s.chunk, back, p_.key_dim, tokens);
     if (data_.grad_value) {
       store_rows(back.grad_value, back.columns, count, s.chunk.ones,
-                 from(lane.rows(data_.grad_value, p_.type, data_.grad_value_stride, lane.head, chunk), column));
+                 from_column(lane.rows(data_.grad_value, p_.type, data_.grad_value_stride, lane.head, chunk), column));
     }
   }
 
@@ -373,11 +373,6 @@ class RecurrenceBackwardPass {
     for (int64_t t = 0; t < lane.tokens(chunk); ++t) {
       to[t] = s.whole.inner[t / BLOCK * BLOCK * BLOCK + t % BLOCK * (BLOCK + 1)];
     }
-  }
-
-  static Rows from(Rows rows, int64_t column) {
-    rows.data = static_cast<const char*>(rows.data) + column * size_of(rows.type);
-    return rows;
   }
 
   const Recurrence& p_;

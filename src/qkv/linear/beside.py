@@ -66,11 +66,7 @@ def read_gate(g: object, form: GateForm, inputs: Inputs) -> Tensor:
 def read_beta(beta: object, inputs: Inputs) -> Tensor:
     """Write strength, (B, H, L): any finite number where the numbers can be seen; NaN stays and spreads."""
     strength = _read_stream("beta", beta, inputs, "")
-    if strength.numel() and values_can_be_seen(strength):
-        least, most = bounds(strength)
-        if math.isinf(least) or math.isinf(most):
-            seen = f"its numbers go from {least:g} to {most:g}"
-            raise ValueOutOfRange(message("`beta` must be finite", seen, "0 writes nothing, 1 replaces what k names"))
+    check_finite("beta", strength)
     return strength
 
 
@@ -103,6 +99,16 @@ def check_shape(name: str, tensor: Tensor, sizes: dict[str, int], what: str, swa
         if swapped and [got[0], *got[2:0:-1], *got[3:]] == wanted:  # heads and tokens have changed places
             remedy = f"say {name}.transpose(1, 2), or layout={swapped!r} if all tensors stand so"
     raise ShapeError(message(holds, seen, remedy))
+
+
+def check_finite(name: str, strength: Tensor) -> None:
+    """No infinity, where the numbers can be seen; NaN is none."""
+    if strength.numel() == 0 or not values_can_be_seen(strength):
+        return
+    least, most = bounds(strength)
+    if math.isinf(least) or math.isinf(most):
+        seen = f"its numbers go from {least:g} to {most:g}"
+        raise ValueOutOfRange(message(f"`{name}` must be finite", seen, "0 writes nothing, 1 replaces what k names"))
 
 
 def check_sign(name: str, gate: Tensor) -> None:

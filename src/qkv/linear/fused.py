@@ -17,6 +17,7 @@ from qkv.backends.autograd import Wanted, forward_mode, gradients_through
 from qkv.backends.cpu import TYPES, in_memory
 from qkv.backends.extension import MISSING, check_isa
 from qkv.shapes import ORDINARY, values_can_be_seen
+from qkv.values import NARROW
 
 Given: TypeAlias = tuple[Tensor | None, ...]
 
@@ -64,8 +65,13 @@ def has_tangents(*tensors: Tensor | None) -> bool:
 
 def core_reads(tensor: Tensor, wide: torch.dtype) -> Tensor:
     """A dense tensor of a type that the core reads beside numbers of the compute type."""
-    fits = tensor.dtype == wide or (wide == torch.float32 and tensor.dtype != torch.float64)
-    return (tensor if fits else tensor.to(wide)).contiguous()
+    return readable(tensor, wide).contiguous()
+
+
+def readable(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    """A tensor of the compute type, or of 16 bits beside float32; any other is converted."""
+    fits = tensor.dtype == wide or (wide == torch.float32 and tensor.dtype in NARROW)
+    return tensor if fits else tensor.to(wide)
 
 
 def side_by_side(tensor: Tensor) -> Tensor:

@@ -19,10 +19,9 @@ from qkv.backends.base import without_autocast
 from qkv.backends.cpu import TYPES, address, fresh, in_memory
 from qkv.backends.extension import MISSING, check_isa, native
 from qkv.linear import chunked
-from qkv.linear.fused import side_by_side
+from qkv.linear.fused import readable, side_by_side
 from qkv.linear.recurrence import Outcome, Recurrence, Streams
 from qkv.shapes import dtype_name
-from qkv.values import NARROW
 
 __all__ = ["advance", "answer", "as_the_core_reads", "call", "reasons_against"]
 
@@ -139,19 +138,13 @@ def as_the_core_reads(recurrence: Recurrence, streams: Streams) -> Streams:
     query, key, value, gate, beta, state = streams
     wide = recurrence.compute_dtype
     if gate is not None:
-        gate = _readable(gate, wide)
+        gate = readable(gate, wide)
         gate = side_by_side(gate) if recurrence.gate == "vector" else gate
     if beta is not None:
-        beta = _readable(beta, wide)
+        beta = readable(beta, wide)
     if state is not None:
         state = state.contiguous()
     return Streams(side_by_side(query), side_by_side(key), side_by_side(value), gate, beta, state)
-
-
-def _readable(tensor: Tensor, wide: torch.dtype) -> Tensor:
-    """A stream of the compute type, or of 16 bits beside float32; any other is converted."""
-    fits = tensor.dtype == wide or (wide == torch.float32 and tensor.dtype in NARROW)
-    return tensor if fits else tensor.to(wide)
 
 
 def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

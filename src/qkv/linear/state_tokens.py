@@ -18,18 +18,16 @@ from qkv.errors import (
     DTypeError,
     ShapeError,
     UnsupportedError,
-    ValueOutOfRange,
     message,
     unknown_name,
 )
 from qkv.linear import native
-from qkv.linear.beside import check_sign
+from qkv.linear.beside import check_finite, check_sign
 from qkv.linear.engine import ENGINES, choose
 from qkv.linear.features import FeatureMap
 from qkv.linear.recurrence import Outcome, Recurrence, Streams
 from qkv.linear.state_rules import Setting
 from qkv.shapes import check_dense, check_float, describe, dtype_name
-from qkv.values import bounds
 
 Core: TypeAlias = "binary.Recurrence"
 LEAST = 64  # numbers, (B, H): up to these Python looks at them faster than torch
@@ -192,14 +190,7 @@ def check_strength(beta: Tensor) -> None:
     else:
         total = beta.sum().item() if 0 < beta.numel() <= FEW else math.inf
     if not math.isfinite(total):
-        _check_finite(beta)
-
-
-def _check_finite(beta: Tensor) -> None:
-    least, most = bounds(beta) if beta.numel() else (0.0, 0.0)
-    if math.isinf(least) or math.isinf(most):
-        seen = f"its numbers go from {least:g} to {most:g}"
-        raise ValueOutOfRange(message("`beta` must be finite", seen, "0 writes nothing, 1 replaces what k names"))
+        check_finite("beta", beta)
 
 
 def _check_given(setting: Setting, tokens: Tokens) -> None:
