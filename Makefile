@@ -1,4 +1,4 @@
-# make demo    set up .venv, then attention on a real text by a real model, in under two minutes
+# make demo    set up .venv, then attention in two real models, one that reads and one that writes, in under two minutes
 # make test    set up .venv, then lint, types and the test suite
 #
 # Everything happens inside .venv and build/, where a C++ compiler makes the native core; a second run only does what
@@ -45,9 +45,10 @@ bench: .venv/package.stamp
 	$(BIN)/python benchmarks/run.py --suite production
 	$(BIN)/python benchmarks/run.py --suite linear
 
-# Write requirements.lock anew from pyproject.toml and requirements.in. Needs uv (pip install uv).
+# Write requirements.lock anew from pyproject.toml and requirements.in. Needs uv (pip install uv). The extra `dev`
+# holds what the tests and the demo need; the peers of the extra `bench` are installed by hand.
 lock:
-	uv pip compile --universal --python-version 3.10 --generate-hashes --all-extras --upgrade \
+	uv pip compile --universal --python-version 3.10 --generate-hashes --extra dev --upgrade \
 		--overrides requirements.overrides --custom-compile-command "make lock" \
 		pyproject.toml requirements.in --output-file requirements.lock
 

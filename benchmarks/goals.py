@@ -111,8 +111,24 @@ class Growth(NamedTuple):
     is_quick = False
 
 
-Figure: TypeAlias = Race | Weight | Held | Growth
-Suite: TypeAlias = Literal["cpu", "production", "linear"]
+class Writing(NamedTuple):
+    """A ratio of speed: a whole model that reads a prompt of so many tokens, or writes on after it token by token."""
+
+    kind: Literal["prefill", "decode"]
+    tokens: int
+    goal: Goal
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/smollm2/{self.tokens}/transformers"
+
+    @property
+    def is_quick(self) -> bool:
+        return self.tokens <= 64 or (self.kind == "prefill" and self.tokens <= 512)
+
+
+Figure: TypeAlias = Race | Weight | Held | Growth | Writing
+Suite: TypeAlias = Literal["cpu", "production", "linear", "models"]
 
 
 def _at_most(value: float, aim: float | None = None) -> Goal:
@@ -267,11 +283,22 @@ LINEAR: tuple[Figure, ...] = (
     *(Held("forward", case, 16_384, _at_most(1.05, 1)) for case in LINEAR_CASES),
     *(Held("forward+backward", case, 16_384, _at_most(1.05, 1)) for case in LINEAR_CASES),
 )
-FIGURES: dict[Suite, tuple[Figure, ...]] = {"cpu": CPU, "production": PRODUCTION, "linear": LINEAR}
+
+# Whole models. A decoder reads its weights once a token: the share of a loop that reads them alone says the rest.
+MODELS: tuple[Figure, ...] = (
+    *(Writing("decode", tokens, Goal(1, 1.5)) for tokens in (64, 512)),
+    *(Writing("prefill", tokens, Goal(1, 1.3)) for tokens in (512, 2_048)),
+)
+FIGURES: dict[Suite, tuple[Figure, ...]] = {
+    "cpu": CPU,
+    "production": PRODUCTION,
+    "linear": LINEAR,
+    "models": MODELS,
+}
 
 
 def chosen(words: list[str], *, quick: bool, threads: int, suite: Suite = "cpu") -> tuple[Figure, ...]:
     """The figures whose name holds one of the words, in which * stands for anything; all of them without a word."""
     figures = [figure for figure in FIGURES[suite] if not quick or figure.is_quick]
-    figures = [figure for figure in figures if threads == 1 or isinstance(figure, Race)]
+    figures = [figure for figure in figures if threads == 1 or isinstance(figure, Race | Writing)]
     return tuple(one for one in figures if not words or any(fnmatch(one.name, f"*{word}*") for word in words))

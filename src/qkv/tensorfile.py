@@ -69,7 +69,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     raise CheckpointError(
         message(
             "a file of tensors must end in .safetensors or .json",
-            f"got {_quote(file.name)}",
+            f"got {quote(file.name)}",
             "convert it where you trust it: qkv never reads pickle (.pt, .pth, .bin, .pkl)",
         )
     )
@@ -91,7 +91,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        holds = f"{_quote(file.name)} must load as safetensors"
+        holds = f"{quote(file.name)} must load as safetensors"
         raise CheckpointError(message(holds, f"got {error}", COPY_AGAIN)) from error
 
 
@@ -101,19 +101,19 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     Raises CheckpointError naming the first thing that does not hold.
     """
     file = Path(path)
-    size = _size(file)
+    size = regular_size(file)
     with file.open("rb") as stream:
         start = stream.read(8)
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > MAX_HEADER or 8 + length > size:
             said = f"its first 8 bytes say {length:,}" if len(start) == 8 else f"it has {size} bytes"
             limit = f"must begin with a header of at most {MAX_HEADER:,} bytes that lies inside the file"
-            _refuse(file, limit, f"{said}, the file has {size:,} bytes" if len(start) == 8 else said)
+            refuse(file, limit, f"{said}, the file has {size:,} bytes" if len(start) == 8 else said)
         text = stream.read(length)
-    table = _parse(file, text)
+    table = _tensor_table(file, text)
     metadata = _metadata(file, table.pop("__metadata__", {}))
     if len(table) > MAX_TENSORS:
-        _refuse(file, f"must hold at most {MAX_TENSORS:,} tensors", f"got {len(table):,}")
+        refuse(file, f"must hold at most {MAX_TENSORS:,} tensors", f"got {len(table):,}")
     entries = sorted((_entry(file, name, table[name]) for name in table), key=lambda e: (e.begin, e.end))
     _check_offsets(file, entries, size - 8 - length)
     return Header(entries=tuple(entries), metadata=metadata)
@@ -125,15 +125,15 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     Raises CheckpointError for anything else in it: ragged lists (naming the axis), booleans, text, null, NaN.
     """
     file = Path(path)
-    size = _size(file)
+    size = regular_size(file)
     if size > MAX_JSON:
-        _refuse(file, f"must have at most {MAX_JSON:,} bytes", f"got {size:,}", "use safetensors for large tensors")
-    table = _parse(file, file.read_bytes())
+        refuse(file, f"must have at most {MAX_JSON:,} bytes", f"got {size:,}", "use safetensors for large tensors")
+    table = _tensor_table(file, file.read_bytes())
     shapes = {name: _list_shape(file, name, table[name]) for name in table}
     return {name: torch.tensor(table[name], dtype=torch.float64).reshape(shapes[name]) for name in table}
 
 
-def _size(file: Path) -> int:
+def regular_size(file: Path) -> int:
     """Size in bytes of a regular file; anything else is refused."""
     size, seen = 0, ""
     try:
@@ -146,16 +146,17 @@ def _size(file: Path) -> int:
     except (OSError, ValueError) as error:
         seen = f"got {error.strerror if isinstance(error, OSError) and error.strerror else error}"
     if seen:
-        _refuse(file, "must be a file that can be read", seen, "check the path")
+        refuse(file, "must be a file that can be read", seen, "check the path")
     return size
 
 
-def _refuse(file: Path, holds: str, seen: str, remedy: str = COPY_AGAIN) -> NoReturn:
-    raise CheckpointError(message(f"{_quote(file.name)} {holds}", seen, remedy))
+def refuse(file: Path, holds: str, seen: str, remedy: str = COPY_AGAIN) -> NoReturn:
+    """Raise CheckpointError about a file: what it must do or hold, what was seen, what to do."""
+    raise CheckpointError(message(f"{quote(file.name)} {holds}", seen, remedy))
 
 
-def _quote(name: object, limit: int = 60) -> str:
-    """A name from a file or path, safe to print and short."""
+def quote(name: object, limit: int = 60) -> str:
+    """A name or a value from a file or path, safe to print and short."""
     text = ascii(name) if not str(name).isprintable() else repr(name)
     return text if len(text) <= limit else f"{text[: limit - 4]}...{text[-1]}"
 
@@ -169,7 +170,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise _DuplicateKey(f"{_quote(twice)} stands there twice")
+        raise _DuplicateKey(f"{quote(twice)} stands there twice")
     return table
 
 
@@ -177,30 +178,45 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
-def _parse(file: Path, text: bytes) -> dict[str, Any]:
-    """A JSON object with unique keys, from bytes in UTF-8."""
+def read_object(path: str | os.PathLike[str], limit: int = MAX_JSON, what: str = "field") -> dict[str, Any]:
+    """The object in a JSON file of at most `limit` bytes, its keys unique. Raises CheckpointError for anything else."""
+    file = Path(path)
+    size = regular_size(file)
+    if size > limit:
+        refuse(file, f"must have at most {limit:,} bytes", f"got {size:,}", "use safetensors for large tensors")
+    return _object(file, file.read_bytes(), what)
+
+
+def _object(file: Path, text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object with unique keys, from bytes in UTF-8; `what` says what the keys name."""
     try:
         table = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except _DuplicateKey as error:
-        _refuse(file, "must name each tensor once", f"{error}", "remove one of the two")
+        refuse(file, f"must name each {what} once", f"{error}", "remove one of the two")
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        _refuse(file, "must hold a JSON object in UTF-8", f"got {str(error)[:100]}")
+        refuse(file, "must hold a JSON object in UTF-8", f"got {str(error)[:100]}")
     if not isinstance(table, dict):
-        _refuse(file, "must hold a JSON object of named tensors", f"got a {type(table).__name__}")
+        refuse(file, f"must hold a JSON object of named {what}s", f"got a {type(table).__name__}")
+    return table
+
+
+def _tensor_table(file: Path, text: bytes) -> dict[str, Any]:
+    """A JSON object of tensors; their names are safe to print and to use as file names."""
+    table = _object(file, text, "tensor")
     for name in table:
         if not name or not name.isprintable() or "/" in name or "\\" in name:
             rule = "must name its tensors without path separators or control characters"
-            _refuse(file, rule, f"got {_quote(name)}", "rename the tensor")
+            refuse(file, rule, f"got {quote(name)}", "rename the tensor")
     return table
 
 
 def _metadata(file: Path, metadata: object) -> dict[str, str]:
     """The free text of a header: names to strings, at most 1 MiB in all."""
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        _refuse(file, "must keep text alone under __metadata__", f"got {_quote(metadata)}")
+        refuse(file, "must keep text alone under __metadata__", f"got {quote(metadata)}")
     length = sum(len(text.encode("utf-8", "replace")) for item in metadata.items() for text in item)
     if length > MAX_METADATA:
-        _refuse(file, f"must keep at most {MAX_METADATA:,} bytes under __metadata__", f"got {length:,}")
+        refuse(file, f"must keep at most {MAX_METADATA:,} bytes under __metadata__", f"got {length:,}")
     return metadata
 
 
@@ -210,20 +226,20 @@ def _is_count(number: object) -> bool:
 
 def _entry(file: Path, name: str, said: object) -> Entry:
     """One tensor's line in the header, its fields and its size checked."""
-    tensor = f"tensor {_quote(name)}"
+    tensor = f"tensor {quote(name)}"
     if not isinstance(said, dict) or set(said) != {"dtype", "shape", "data_offsets"}:
         fields = sorted(said) if isinstance(said, dict) else said
-        _refuse(file, f"must give dtype, shape and data_offsets of {tensor}", f"got {_quote(fields)}")
+        refuse(file, f"must give dtype, shape and data_offsets of {tensor}", f"got {quote(fields)}")
     dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-        _refuse(file, f"must give {tensor} one of the types {', '.join(ITEMSIZE)}", f"got {_quote(dtype)}")
+        refuse(file, f"must give {tensor} one of the types {', '.join(ITEMSIZE)}", f"got {quote(dtype)}")
     if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(map(_is_count, shape)):
-        _refuse(file, f"must give {tensor} a shape of at most {MAX_AXES} counts", f"got {_quote(shape)}")
+        refuse(file, f"must give {tensor} a shape of at most {MAX_AXES} counts", f"got {quote(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        _refuse(file, f"must give {tensor} two offsets in bytes", f"got {_quote(offsets)}")
+        refuse(file, f"must give {tensor} two offsets in bytes", f"got {quote(offsets)}")
     needs, has = math.prod(shape) * ITEMSIZE[dtype], offsets[1] - offsets[0]
     if needs > MAX_ELEMENTS or needs != has:
-        _refuse(file, f"must hold {needs:,} bytes for {tensor} {tuple(shape)} {dtype}", f"its offsets span {has:,}")
+        refuse(file, f"must hold {needs:,} bytes for {tensor} {tuple(shape)} {dtype}", f"its offsets span {has:,}")
     return Entry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0], end=offsets[1])
 
 
@@ -232,11 +248,11 @@ def _check_offsets(file: Path, entries: list[Entry], data: int) -> None:
     place = 0
     for entry in entries:
         if entry.begin != place:
-            seen = f"tensor {_quote(entry.name)} begins at byte {entry.begin:,}, the one before ends at {place:,}"
-            _refuse(file, "must lay its tensors end to end", seen)
+            seen = f"tensor {quote(entry.name)} begins at byte {entry.begin:,}, the one before ends at {place:,}"
+            refuse(file, "must lay its tensors end to end", seen)
         place = entry.end
     if place != data:
-        _refuse(file, "must end where its last tensor ends", f"tensors take {place:,} bytes, the file has {data:,}")
+        refuse(file, "must end where its last tensor ends", f"tensors take {place:,} bytes, the file has {data:,}")
 
 
 def _list_shape(file: Path, name: str, node: object, place: tuple[int, ...] = ()) -> Shape:
@@ -244,11 +260,11 @@ def _list_shape(file: Path, name: str, node: object, place: tuple[int, ...] = ()
     where = name + "".join(f"[{index}]" for index in place)
     if not isinstance(node, list):
         if isinstance(node, bool) or not isinstance(node, (int, float)) or not abs(node) <= sys.float_info.max:
-            holds = f"must hold finite numbers in nested lists under {_quote(name)}"
-            _refuse(file, holds, f"{_quote(where)} is {_quote(node)}")
+            holds = f"must hold finite numbers in nested lists under {quote(name)}"
+            refuse(file, holds, f"{quote(where)} is {quote(node)}")
         return ()
     if len(place) == MAX_AXES:
-        _refuse(file, f"must nest its lists at most {MAX_AXES} deep", f"{_quote(where)} goes deeper")
+        refuse(file, f"must nest its lists at most {MAX_AXES} deep", f"{quote(where)} goes deeper")
     shapes = [_list_shape(file, name, child, (*place, index)) for index, child in enumerate(node)]
     for index, shape in enumerate(shapes):
         if shape != shapes[0]:
@@ -264,4 +280,4 @@ def _refuse_ragged(file: Path, where: str, depth: int, shapes: tuple[Shape, Shap
     lengths = [str(shape[axis]) if axis < len(shape) else "a number" for shape in shapes]
     seen = f"{where}[0] has {lengths[0]}, {where}[{index}] has {lengths[1]}"
     name = where.partition("[")[0]
-    _refuse(file, f"must give axis {depth + axis} of {name!r} one length", seen, "make the lists equally long")
+    refuse(file, f"must give axis {depth + axis} of {name!r} one length", seen, "make the lists equally long")

@@ -32,7 +32,7 @@ def command(monkeypatch):
 
 
 def test_commands_are_these():
-    assert sorted(COMMANDS) == ["compare", "demo", "explain", "info", "show"]
+    assert sorted(COMMANDS) == ["compare", "demo", "explain", "generate", "info", "show"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -69,7 +69,7 @@ def test_unknown_command_suggests_the_nearest(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(
-        "qkv: error: `command` must be one of compare, demo, explain, info, show; got 'explian'"
+        "qkv: error: `command` must be one of compare, demo, explain, generate, info, show; got 'explian'"
     )
     assert captured.err.endswith("did you mean 'explain'?\n")
 

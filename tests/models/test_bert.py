@@ -7,11 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from probes import check
 from qkv.errors import CheckpointError, DTypeError, MaskError, ShapeError, ValueOutOfRange
 from qkv.models import bert, minilm
-from qkv.models.bert import Bert, BertConfig
+from qkv.models.bert import Bert, BertConfig, BertForMaskedLM
 from qkv.patterns import window
 from qkv.types import AuxRequest
+from subjects import Subject, numbers
 
 SMALL = BertConfig(vocabulary=50, positions=24, layers=2, heads=2, width=8, feedforward=12)
 FIELDS = {
@@ -78,7 +80,7 @@ def some_ids(rows=2, tokens=9):
 
 
 def written(folder, model, fields=FIELDS, change=None):
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.clone() for name, tensor in Bert.file_names(SMALL, model.state_dict()).items()}
     if change is not None:
         change(weights)
     save_file(weights, folder / "model.safetensors")
@@ -117,7 +119,7 @@ def test_minilm_that_is_absent_names_the_command(monkeypatch):
 def test_forward_agrees_with_a_plain_model(small, backend):
     ids = some_ids()
     out = small(ids, backend=backend)
-    hidden, pooled = plain_bert(small.state_dict(), ids, torch.ones(9, 9, dtype=torch.bool))
+    hidden, pooled = plain_bert(Bert.file_names(SMALL, small.state_dict()), ids, torch.ones(9, 9, dtype=torch.bool))
     torch.testing.assert_close(out.hidden, hidden, atol=DOUBLE, rtol=0)
     torch.testing.assert_close(out.pooled, pooled, atol=DOUBLE, rtol=0)
     assert out.aux is None
@@ -127,7 +129,7 @@ def test_forward_under_a_window_agrees_with_a_plain_model(small):
     ids = some_ids(tokens=24)
     pattern = window(5, 2)
     i, j = torch.arange(24)[:, None], torch.arange(24)
-    hidden, _ = plain_bert(small.state_dict(), ids, (j >= i - 5) & (j <= i + 2))
+    hidden, _ = plain_bert(Bert.file_names(SMALL, small.state_dict()), ids, (j >= i - 5) & (j <= i + 2))
     torch.testing.assert_close(small(ids, pattern=pattern).hidden, hidden, atol=DOUBLE, rtol=0)
 
 
@@ -140,6 +142,33 @@ def test_padding_changes_nothing_whatever_it_holds(small):
         torch.testing.assert_close(embedded[row : row + 1], alone, atol=DOUBLE, rtol=0)
     other = torch.where(keep, ids, (ids + 7) % SMALL.vocabulary)
     torch.testing.assert_close(small.embed(other, keep.long()), embedded, atol=DOUBLE, rtol=0)
+
+
+def test_padding_may_stand_anywhere(small):
+    ids = some_ids(rows=3, tokens=7)
+    keep = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0, 1]])
+    words, types = ids[0, :4], torch.tensor([0, 1, 1, 0])
+    spread, of_spread = (torch.zeros_like(ids).masked_scatter(keep.bool(), part.repeat(3)) for part in (words, types))
+    out = small(spread, keep, token_types=of_spread, return_aux=AuxRequest(weights=True))
+    alone = small(words[None], token_types=types[None], return_aux=AuxRequest(weights=True))
+    for row in range(3):
+        kept = keep[row].bool()
+        torch.testing.assert_close(out.hidden[row, kept], alone.hidden[0], atol=DOUBLE, rtol=0)
+        assert not out.hidden[row, ~kept].any()
+        torch.testing.assert_close(out.pooled[row], alone.pooled[0], atol=DOUBLE, rtol=0)
+        for seen, wanted in zip(out.aux, alone.aux, strict=True):
+            torch.testing.assert_close(seen.weights[row][:, kept][..., kept], wanted.weights[0], atol=DOUBLE, rtol=0)
+
+
+def test_no_classical_mistake():
+    model = Bert(BertConfig(**{**small_sizes(), "positions": 67})).double()
+
+    def call(model, ids, keep=None):
+        return model(ids, keep).hidden
+
+    told = {"causal": False, "ordered": True, "pads": True, "softmax_axis": False}
+    idle = ("k_proj.bias", "pooler.weight", "pooler.bias")  # softmax does not see the one, `hidden` not the others
+    check(Subject(module=model, call=call, draw=numbers(50), idle=idle, **told))
 
 
 def test_padding_and_a_pattern_meet(small):
@@ -155,7 +184,8 @@ def test_return_aux_gives_the_weights_of_every_layer(small):
     assert len(aux) == SMALL.layers
     for of_layer in aux:
         assert of_layer.weights.shape == (2, SMALL.heads, 9, 9)
-        torch.testing.assert_close(of_layer.weights.sum(-1), torch.ones(2, SMALL.heads, 9).double())
+        seen = keep[:, None].expand(2, SMALL.heads, 9).double()  # a row of padding sees nothing
+        torch.testing.assert_close(of_layer.weights.sum(-1), seen)
         assert not of_layer.weights[1, :, :, 4:].any()
 
 
@@ -177,13 +207,33 @@ def test_token_types_tell_sentences_apart(small):
     assert not torch.allclose(small(ids, token_types=second).hidden, small(ids).hidden)
     with pytest.raises(ValueOutOfRange, match=r"`token_types` must lie in 0 .. 1; got 2 .. 2"):
         small(ids, token_types=second * 2)
+    with pytest.raises(ShapeError, match=r"`token_types` must have the shape of `ids`; got \(2, 8\) and \(2, 9\)"):
+        small(ids, token_types=second[:, 1:])
 
 
-def test_dropout_works_in_training_only():
-    model = Bert(BertConfig(**{**small_sizes(), "attention_dropout": 0.5}))
+def test_a_batch_of_nothing_gives_nothing(small):
+    out = small(torch.zeros(0, 9).long(), torch.zeros(0, 9))
+    assert out.hidden.shape == (0, 9, 8) and out.pooled.shape == (0, 8)
+
+
+PLACES = ("embedding_dropout", "attention_dropout", "feedforward_dropout", "residual_dropout")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_dropout_works_in_training_only(place):
+    model = Bert(BertConfig(**{**small_sizes(), place: 0.5}))
     ids = some_ids()
     assert torch.equal(model.eval()(ids).hidden, model(ids).hidden)
     assert not torch.equal(model.train()(ids).hidden, model(ids).hidden)
+
+
+@pytest.mark.parametrize("silent", ["o_proj", "down_proj"])
+def test_residual_dropout_acts_on_what_each_sublayer_adds(silent):
+    model = Bert(BertConfig(**{**small_sizes(), "layers": 1, "residual_dropout": 0.5})).train()
+    for name, weight in model.named_parameters():
+        if silent in name:
+            torch.nn.init.zeros_(weight)
+    assert not torch.equal(model(some_ids()).hidden, model(some_ids()).hidden)
 
 
 def small_sizes():
@@ -222,7 +272,7 @@ def test_forward_refuses_ids_that_are_none(small, ids, error, text):
 @pytest.mark.parametrize(
     "mask, error, text",
     [
-        (torch.ones(2, 8), ShapeError, r"`attention_mask` must have the shape of `ids`; got \(2, 8\) and \(2, 9\)"),
+        (torch.ones(2, 8), ShapeError, r"`attention_mask` must be \(B, L\) = \(2, 9\); got \[2, 8\]"),
         (
             torch.full((2, 9), -math.inf),
             MaskError,
@@ -250,29 +300,67 @@ def test_config_refuses_sizes_that_cannot_be(change, text):
         BertConfig(**{**small_sizes(), **change})
 
 
-def test_load_gives_back_what_was_saved(small, tmp_path):
+def test_a_file_gives_back_what_was_saved(small, tmp_path):
     def add_position_numbers(weights):
         weights["embeddings.position_ids"] = torch.arange(24)[None]
 
-    model = bert.load(written(tmp_path, small, change=add_position_numbers))
+    model = Bert.from_pretrained(written(tmp_path, small, change=add_position_numbers))
     assert not model.training
     loaded, saved = model.state_dict(), small.state_dict()
     assert list(loaded) == list(saved)
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     torch.testing.assert_close(model(some_ids()).hidden, small(some_ids()).hidden, atol=DOUBLE, rtol=0)
-    assert model.config.attention_dropout == 0.1
+    assert (model.config.attention_dropout, model.config.residual_dropout, model.config.embedding_dropout) == (0.1,) * 3
+    assert model.config.feedforward_dropout == 0
+
+
+def test_what_is_saved_comes_back_whole(tmp_path):
+    sizes = {name: 0.01 * n for n, name in enumerate(PLACES, 1)}
+    model = Bert(BertConfig(**small_sizes(), **sizes, pad_id=3)).eval()
+    model.save_pretrained(tmp_path)
+    again = Bert.from_pretrained(tmp_path)
+    assert again.config == model.config
+    torch.testing.assert_close(again(some_ids()).hidden, model(some_ids()).hidden)
+
+
+def test_an_encoder_without_a_pooler_has_none(small, tmp_path):
+    def lose_pooler(weights):
+        del weights["pooler.dense.weight"], weights["pooler.dense.bias"]
+
+    model = Bert.from_pretrained(written(tmp_path, small, change=lose_pooler))
+    out = model(some_ids())
+    assert out.pooled is None
+    torch.testing.assert_close(out.hidden, small(some_ids()).hidden, atol=DOUBLE, rtol=0)
+
+
+def of_old(weights):
+    """As in the first published files: of a model with heads, and norms by their letters."""
+    for name in list(weights):
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        weights[f"bert.{old}"] = weights.pop(name)
+    weights["cls.seq_relationship.bias"] = torch.zeros(2).double()
+
+
+def test_the_oldest_spelling_is_read(small, tmp_path):
+    model = Bert.from_pretrained(written(tmp_path, small, change=of_old))
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in small.state_dict().items())
 
 
 def lose(weights):
-    del weights["encoder.layer.1.attention.self.key.bias"], weights["pooler.dense.weight"]
+    del weights["encoder.layer.1.attention.self.key.bias"]
 
 
 def gain(weights):
-    weights["cls.bias"] = torch.zeros(3)
+    weights["cls.bias"] = torch.zeros(3).double()
 
 
 def cut(weights):
     weights["pooler.dense.weight"] = torch.zeros(8, 7).double()
+
+
+def twice(weights):
+    weights["embeddings.LayerNorm.gamma"] = torch.ones(8).double()
 
 
 def mix(weights):
@@ -282,39 +370,70 @@ def mix(weights):
 @pytest.mark.parametrize(
     "change, text",
     [
-        (lose, "missing: encoder.layer.1.attention.self.key.bias, pooler.dense.weight; use the file"),
-        (gain, "unknown: cls.bias"),
-        (cut, r"`pooler.dense.weight` must be \(8, 8\) by the config; got \(8, 7\)"),
-        (mix, "must have one floating-point type; got torch.float16, torch.float64"),
+        (lose, "missing: 'encoder.layer.1.attention.self.key.bias'; use the file"),
+        (gain, "unknown: 'cls.bias'"),
+        (cut, r"'pooler.dense.weight' as \(8, 8\), by the config; got \(8, 7\)"),
+        (twice, "must hold each tensor once; got 'embeddings.LayerNorm.weight' in two spellings"),
+        (mix, "one floating-point type; got .*torch.float16"),
     ],
 )
-def test_load_refuses_files_by_the_names_of_their_tensors(small, tmp_path, change, text):
+def test_files_are_refused_by_the_names_of_their_tensors(small, tmp_path, change, text):
     with pytest.raises(CheckpointError, match=text):
-        bert.load(written(tmp_path, small, change=change))
+        Bert.from_pretrained(written(tmp_path, small, change=change))
 
 
 @pytest.mark.parametrize(
-    "content, text",
+    "change, text",
     [
-        ("{", "`config.json` must be a readable JSON file"),
-        ("[1]", "`config.json` must hold one JSON object; got list"),
-        (json.dumps(FIELDS | {"hidden_act": "relu"}), "`hidden_act` in config.json must be 'gelu'; got 'relu'"),
-        (json.dumps(FIELDS | {"model_type": "gpt2"}), "`model_type` in config.json must be 'bert'; got 'gpt2'"),
-        (json.dumps(FIELDS | {"hidden_size": "8"}), "`hidden_size` in config.json must be an integer; got '8'"),
-        (json.dumps(FIELDS | {"hidden_size": True}), "`hidden_size` in config.json must be an integer; got True"),
-        (json.dumps({k: v for k, v in FIELDS.items() if k != "vocab_size"}), "`vocab_size` in config.json .* got None"),
+        ({"hidden_act": "relu"}, "`hidden_act` in 'config.json' must be 'gelu'; got 'relu'"),
+        ({"model_type": "gpt2"}, "`model_type` in 'config.json' must be 'bert'; got 'gpt2'"),
+        ({"is_decoder": True}, "`is_decoder` in 'config.json' must be False; got True"),
+        ({"hidden_size": "8"}, "`hidden_size` in 'config.json' must be an integer; got '8'"),
+        ({"hidden_size": 9}, "`width` must be a multiple of `heads` = 2; got 9"),
+        ({"vocab_size": None}, "`vocab_size` in 'config.json' must be given"),
     ],
 )
-def test_load_refuses_a_config_of_something_else(small, tmp_path, content, text):
-    written(tmp_path, small)
-    (tmp_path / "config.json").write_text(content, encoding="utf-8")
+def test_a_config_of_something_else_is_refused(small, tmp_path, change, text):
     with pytest.raises(CheckpointError, match=text):
-        bert.load(tmp_path)
+        Bert.from_pretrained(written(tmp_path, small, FIELDS | change))
 
 
-def test_load_without_files_says_which(tmp_path):
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        bert.load(tmp_path)
+@pytest.fixture
+def masked():
+    torch.manual_seed(0)
+    model = BertForMaskedLM(SMALL).double().eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    return model
+
+
+def test_masked_words_are_scored_by_their_embeddings(masked):
+    ids, labels = some_ids(), some_ids(tokens=9).roll(1, 0).masked_fill(torch.arange(9) % 3 > 0, -100)
+    out = masked(ids, labels=labels)
+    head = masked.head
+    x = torch.nn.functional.gelu(out.hidden @ head.dense.weight.T + head.dense.bias)
+    x = torch.nn.functional.layer_norm(x, (8,), head.LayerNorm.weight, head.LayerNorm.bias, SMALL.norm_epsilon)
+    logits = x @ masked.bert.embeddings.word_embeddings.weight.T + head.bias
+    torch.testing.assert_close(out.logits, logits, atol=DOUBLE, rtol=0)
+    counted = labels >= 0
+    wanted = -logits.log_softmax(-1)[counted].gather(1, labels[counted][:, None]).mean()
+    torch.testing.assert_close(out.loss, wanted, atol=DOUBLE, rtol=0)
+
+
+def test_labels_at_padding_do_not_count(masked):
+    ids = some_ids()
+    keep = torch.arange(9) < torch.tensor([9, 4])[:, None]
+    wanted = masked(ids, keep, labels=ids.masked_fill(~keep, -100)).loss
+    assert torch.equal(masked(ids, keep.long(), labels=ids).loss, wanted)
+
+
+def test_a_masked_word_model_is_read_whole_or_without_its_head(masked, tmp_path):
+    masked.save_pretrained(tmp_path)
+    again = BertForMaskedLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(some_ids()).logits, masked(some_ids()).logits, atol=DOUBLE, rtol=0)
+    assert again.config == masked.config
+    encoder = Bert.from_pretrained(tmp_path)
+    torch.testing.assert_close(encoder(some_ids()).hidden, masked(some_ids()).hidden, atol=DOUBLE, rtol=0)
 
 
 def test_mean_pool_counts_kept_tokens_only():

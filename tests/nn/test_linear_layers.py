@@ -321,6 +321,23 @@ def test_sixteen_bits_follow_float32(name):
     close(steps, want, torch.bfloat16, times=16)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "linear-bare"])  # which no norm bounds
+def test_large_inputs_stay_in_the_range_of_float16(name, autocast):
+    layer, x = made(name, torch.float32)
+    narrow, x = copy.deepcopy(layer).half(), (1e3 * x).half()
+    layer.load_state_dict({key: value.float() for key, value in narrow.state_dict().items()})
+    want = layer(x.float())
+    called, given = (layer, x.float()) if autocast else (narrow, x)
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        got = called(given)
+        state = called.initial_state(2, dtype=torch.float16)
+        steps = torch.stack([called.step(given[:, t], state)[0] for t in range(LENGTH)], dim=1)
+    for y in (got, steps):
+        assert y.dtype == torch.float16
+        assert (y.float() - want).abs().max() <= 2e-2 * want.abs().max()
+
+
 @pytest.mark.parametrize(
     "name", ["gated-delta", "kimi", "kimi-bounded", "mamba2", "gated-linear", "retention", "lightning"]
 )

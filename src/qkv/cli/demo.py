@@ -1,4 +1,4 @@
-"""`qkv demo`: a real model on a real text. Prints what `qkv.demo` yields, the progress on stderr."""
+"""`qkv demo`: two real models on real texts. Prints what `qkv.demo` yields, the progress on stderr."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ from qkv.version import __version__
 
 COMMANDS = {
     "compare": "measure what each family of attention costs on this machine: time, memory, crossings",
-    "demo": "run attention on a real text with a real model: numbers, table, pictures",
+    "demo": "run attention in two real models, one that reads and one that writes: numbers, table, pictures",
     "explain": "show every step of one attention call, number by number",
+    "generate": "write on from a text with a model: token by token, with the cache that its pattern allows",
     "show": "draw a pattern in text, with its pairs and density",
     "info": "show versions, instruction sets, devices and backends",
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from qkv.demo.families import Family, Row
 from qkv.demo.sentences import KnownValue, Look
+from qkv.demo.words import Words
 
 WIDTH = 100
 RULE = "-" * WIDTH
@@ -79,6 +80,19 @@ def families_summary(rows: Sequence[Row]) -> str:
     saved = cost.sdpa_memory / cost.memory if cost.memory and cost.sdpa_memory else 0
     less = f", with {saved:.0f} times less memory" if saved >= 2 else ""
     return paragraph(f"{text} torch's own attention with the same mask{less}.")
+
+
+def words_written(words: Words) -> str:
+    """The text as the model wrote it after its prompt, then what it took."""
+    seen = "ok" if words.agrees else f"WRONG: {' '.join(map(str, words.tokens))}"
+    text = paragraph(f"{words.prompt} ... {words.text}")
+    return (
+        f"{text}\n\n"
+        f"  {len(words.tokens)} tokens, those that transformers gives with the same weights: {seen}\n"
+        f"  {words.tokens_per_second:.1f} tokens a second, the {words.prompt_tokens} of the prompt read in"
+        f" {words.reading_seconds * 1e3:,.0f} ms, one thread, float32\n"
+        f"  attention by the backend {words.backend!r}, tokens kept in {words.memory}"
+    )
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -1,4 +1,7 @@
-"""The demo from end to end: worked example, real model, families, pictures. Yields text and prints nothing."""
+"""The demo from end to end: worked example, a model that reads, families, a model that writes, pictures.
+
+Yields text and prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ from qkv.demo import report
 from qkv.demo.families import FAMILIES, WINDOW, Row, joined_inputs, measure
 from qkv.demo.pictures import attention_maps, pattern_grid, require_matplotlib
 from qkv.demo.sentences import PLACES, PRONOUN, known_values, looks
+from qkv.demo.words import words
 from qkv.errors import ValueOutOfRange, message
 from qkv.explain.build import explain
 from qkv.explain.examples import example
 from qkv.models.minilm import MiniLM
+from qkv.models.smollm2 import SmolLM2, model_file
 from qkv.patterns import bigbird, causal, full, longformer, strided, window
 from qkv.types import AuxRequest
 
@@ -57,14 +62,16 @@ def demo(settings: Settings, tell: Callable[[str], None]) -> Iterator[Part]:
     """
     require_matplotlib()
     _make_folder(settings.out)
-    tell("reading the model ...")
-    model = MiniLM.installed()
+    model_file()  # the second model: missing is said before the first is read
+    tell("reading the models ...")
+    model, writer = MiniLM.installed(), SmolLM2.installed()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the same for both sides, and steady on a busy machine
     try:
         yield from _worked_example(plain=settings.plain)
         yield from _real_model(model)
         yield from _families(model, settings, tell)
+        yield from _words(writer)
         tell("drawing ...")
         yield from _pictures(model, settings.out)
     finally:
@@ -116,6 +123,12 @@ def _what_is_measured(settings: Settings) -> str:
     """
 
 
+def _words(model: SmolLM2) -> Iterator[Part]:
+    yield Part(report.heading(4, "A real model: SmolLM2 writes with qkv's attention, token by token"))
+    written = words(model)
+    yield Part(report.words_written(written), written.agrees)
+
+
 def _pictures(model: MiniLM, out: Path) -> Iterator[Part]:
     maps, patterns = out / "attention.png", out / "patterns.png"
     batch = model.tokenize([PRONOUN])
@@ -132,13 +145,14 @@ def _pictures(model: MiniLM, out: Path) -> Iterator[Part]:
         marked=WORD,
     )
     pattern_grid(patterns, SMALL, tokens=64, columns=3, title="Who may look at whom: six patterns at 64 tokens")
-    yield Part(report.heading(4, "Files, and what to try next"))
+    yield Part(report.heading(5, "Files, and what to try next"))
     yield Part(
         f"  {maps}   the three heads as maps\n"
         f"  {patterns}    the patterns side by side\n"
         f"  {out / 'results.json'}    every figure of the table\n\n"
         "  qkv explain                          one small call, every number written out\n"
         '  qkv show "causal() & window(7)"      draw a pattern of your own\n'
+        '  qkv generate smollm2 "Once upon"     let the model go on from words of your own\n'
         "  qkv info                             backends here, and why each can run or not\n"
         "  python examples/embed_sentences.py   find the sentence that means the same"
     )

@@ -1,5 +1,11 @@
 """Layers."""
 
+from qkv.nn.decoder import Decoder as Decoder
+from qkv.nn.decoder import DecoderLayer as DecoderLayer
+from qkv.nn.embedding import Embedding as Embedding
+from qkv.nn.encoder import Encoder as Encoder
+from qkv.nn.encoder import EncoderLayer as EncoderLayer
+from qkv.nn.feed_forward import FeedForward as FeedForward
 from qkv.nn.gated_delta_net import GatedDeltaNet as GatedDeltaNet
 from qkv.nn.gated_linear_attention import GatedLinearAttention as GatedLinearAttention
 from qkv.nn.kimi_delta_attention import KimiDeltaAttention as KimiDeltaAttention
@@ -7,4 +13,19 @@ from qkv.nn.layer_state import LayerSnapshot as LayerSnapshot
 from qkv.nn.layer_state import LayerState as LayerState
 from qkv.nn.linear_attention import LinearAttention as LinearAttention
 from qkv.nn.mamba2 import Mamba2Mixer as Mamba2Mixer
+from qkv.nn.multihead_attention import MultiheadAttention as MultiheadAttention
+from qkv.nn.norm import LayerNorm as LayerNorm
+from qkv.nn.norm import RMSNorm as RMSNorm
+from qkv.nn.positions import LearnedPositions as LearnedPositions
+from qkv.nn.positions import SinusoidalPositions as SinusoidalPositions
+from qkv.nn.positions import sinusoidal as sinusoidal
+from qkv.nn.relative import AlibiBias as AlibiBias
+from qkv.nn.relative import T5RelativeBias as T5RelativeBias
 from qkv.nn.retention import Retention as Retention
+from qkv.nn.rotary import Rotary as Rotary
+from qkv.nn.rotary import Rotation as Rotation
+from qkv.nn.rotary_scaling import LinearScaling as LinearScaling
+from qkv.nn.rotary_scaling import Llama3Scaling as Llama3Scaling
+from qkv.nn.rotary_scaling import NtkScaling as NtkScaling
+from qkv.nn.rotary_scaling import YarnScaling as YarnScaling
+from qkv.nn.stack_state import StackState as StackState

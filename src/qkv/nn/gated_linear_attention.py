@@ -64,10 +64,12 @@ class GatedLinearAttention(RecurrentLayer):
 
     def mix(self, x: Tensor, passage: Passage) -> Tensor:
         g = F.logsigmoid(wide(self.gk_proj(x))) / self.gate_logit_normalizer
-        q, k, g = (part.unflatten(-1, (self.heads, self.head_k_dim)) for part in (self.q_proj(x), self.k_proj(x), g))
-        v, gate = (part.unflatten(-1, (self.heads, self.head_v_dim)) for part in (self.v_proj(x), self.g_proj(x)))
+        q, k, v, gate = self.q_proj(x), self.k_proj(x), self.v_proj(x), self.g_proj(x)
+        # From here to the norm in float32, as Mamba-2's: what is cubic in x before it leaves the range of float16.
+        q, k, g = (wide(part).unflatten(-1, (self.heads, self.head_k_dim)) for part in (q, k, g))
+        v, z = (wide(part).unflatten(-1, (self.heads, self.head_v_dim)) for part in (v, gate))
         out = passage.recur(gated_linear_attention, q, k, v, g, backend=self.backend)
-        return self.o_proj(self.g_norm_swish_gate(out, gate).flatten(-2))
+        return self.o_proj(self.g_norm_swish_gate(out, z).flatten(-2).to(gate.dtype))
 
     def memory(self) -> Memory:
         return Memory(

@@ -52,7 +52,17 @@ class Passage:
         return out
 
     def recur(self, rule: Callable[..., Any], *streams: Tensor, backend: str, **options: Any) -> Tensor:
-        """The recurrence over q, k, v and what else the rule reads, (B, L, heads, ...): its output (B, L, H, V)."""
+        """The recurrence over q, k, v and what else the rule reads, (B, L, heads, ...): its output (B, L, H, V).
+
+        Streams that the layer has made float32 stay so under autocast: their range, or their digits, are needed.
+        """
+        kind = streams[0].device.type
+        if streams[0].dtype == torch.float32 and _is_autocast(kind):
+            with torch.autocast(kind, enabled=False):
+                return self._recur(rule, *streams, backend=backend, **options)
+        return self._recur(rule, *streams, backend=backend, **options)
+
+    def _recur(self, rule: Callable[..., Any], *streams: Tensor, backend: str, **options: Any) -> Tensor:
         if self.state is None:
             return rule(*streams, layout="BLHD", cu_seqlens=self.cu_seqlens, backend=backend, **options)
         recurrent = self.state.recurrent
@@ -95,6 +105,11 @@ class Passage:
         if self.cu_seqlens is None:
             return (length,) * batch
         return tuple(end - start for start, end in itertools.pairwise(self.cu_seqlens))
+
+
+def _is_autocast(kind: str) -> bool:
+    """Whether autocast is on for this kind of device."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _check_made_for(dtype: torch.dtype, made: torch.dtype) -> None:

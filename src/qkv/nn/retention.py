@@ -127,13 +127,15 @@ class Retention(RecurrentLayer):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.activation is not None:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        q, k = (part.unflatten(-1, (self.heads, self.head_k_dim)) for part in (q, k))
+        # From here to the norm in float32, as Mamba-2's: what is cubic in x before it leaves the range of float16.
+        q, k = (wide(part).unflatten(-1, (self.heads, self.head_k_dim)) for part in (q, k))
         if self.rotary:
             q, k = _rotated(passage.positions(x.device), q, k)
-        v = v.unflatten(-1, (self.heads, self.head_v_dim))
-        decay = torch.tensor(self.decay, dtype=wide(x[:0]).dtype, device=x.device)
+        v = wide(v).unflatten(-1, (self.heads, self.head_v_dim))
+        decay = torch.tensor(self.decay, dtype=v.dtype, device=x.device)
         out = passage.recur(retention, q, k, v, decay=decay, scale=self.scale, backend=self.backend)
-        return self.out_proj(self._gated(out, self.g_proj(x)))
+        gate = self.g_proj(x)
+        return self.out_proj(self._gated(out, wide(gate)).to(gate.dtype))
 
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
         """The norm of (B, L, H, V), times the activation of the gate (B, L, H V)."""
@@ -195,10 +197,10 @@ def _rotated(positions: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
     half = parts[0].shape[-1] // 2
     exponents = torch.linspace(0, 1, half, dtype=torch.float64, device=positions.device)
     angles = (positions[..., None] * 10000.0**-exponents)[..., None, :]  # (1 or B, L, 1, D / 2)
-    cos, sin = (wave.to(wide(parts[0][:0]).dtype) for wave in (angles.cos(), angles.sin()))
+    cos, sin = (wave.to(parts[0].dtype) for wave in (angles.cos(), angles.sin()))
     return tuple(_turned(part, cos, sin) for part in parts)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = wide(x[..., 0::2]), wide(x[..., 1::2])
-    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2).to(x.dtype)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)

@@ -1,0 +1,1 @@
+"""What every model does with files: reading what nobody vouches for, saving whole or not at all, tokenizers."""
