@@ -215,6 +215,7 @@ def test_smollm2_is_that_of_transformers(smol, monkeypatch, tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_smollm2_by_the_gguf_reader_of_transformers(smol, monkeypatch):
+    pytest.importorskip("accelerate")
     path, ours = smol
     with singles(monkeypatch):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
