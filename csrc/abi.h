@@ -12,7 +12,7 @@
 
 namespace qkv {
 
-constexpr int32_t ABI_VERSION = 3;
+constexpr int32_t ABI_VERSION = 4;
 constexpr int64_t TILE = 64;       // queries and keys of a tile; a row of its bit mask is one 64-bit word
 
 enum class Status : int32_t { ok = 0, interrupted = 1, out_of_memory = 2 };

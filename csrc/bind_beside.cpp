@@ -1,4 +1,4 @@
-// The short convolution and the norms for Python. As in bind.cpp, pointers are integers, 0 for null, and the caller
+// The short convolution, the norms and the projection of few rows for Python. As in bind.cpp, pointers are integers, 0 for null, and the caller
 // keeps what they point to. All arguments are positional: these calls can be short.
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
@@ -8,6 +8,7 @@
 
 #include "beside.h"
 #include "bind_run.h"
+#include "projection.h"
 
 namespace qkv {
 namespace {
@@ -104,6 +105,14 @@ void normalise_backward(int32_t threads, const std::array<int32_t, 3>& types, in
   run(threads, [&](const Run& how) { return norm_backward(asked, gradients, how); });
 }
 
+// type, sizes R, N, K, strides of x and the weight, then tensors
+void project_rows(int32_t threads, int32_t type, int64_t rows, int64_t outputs, int64_t inputs, int64_t x_stride,
+                  int64_t weight_stride, Address x, Address weight, Address bias, Address output) {
+  const Projection asked{static_cast<Type>(type), rows,   outputs,    inputs,   x_stride,
+                         weight_stride,           at(x), at(weight), at(bias), at(output)};
+  run(threads, [&](const Run& how) { return project(asked, how); });
+}
+
 }  // namespace
 
 void bind_beside(nb::module_& module) {
@@ -111,6 +120,7 @@ void bind_beside(nb::module_& module) {
   module.def("convolution_backward", &convolve_backward);
   module.def("norm", &normalise);
   module.def("norm_backward", &normalise_backward);
+  module.def("project", &project_rows);
 }
 
 }  // namespace qkv

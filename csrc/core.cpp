@@ -43,4 +43,6 @@ Status norm_backward(const Norm& asked, const NormGradients& gradients, const Ru
   return chosen().linear->norm_backward(asked, gradients, run);
 }
 
+Status project(const Projection& asked, const Run& run) { return chosen().linear->project(asked, run); }
+
 }  // namespace qkv

@@ -3,6 +3,7 @@
 
 #include "../beside.h"
 #include "../linear.h"
+#include "../projection.h"
 
 namespace qkv {
 
@@ -14,6 +15,7 @@ struct LinearKernels {
   Status (*convolution_backward)(const Convolution&, const ConvolutionGradients&, const Run&);
   Status (*norm)(const Norm&, const Run&);
   Status (*norm_backward)(const Norm&, const NormGradients&, const Run&);
+  Status (*project)(const Projection&, const Run&);
 };
 
 struct Kernels {

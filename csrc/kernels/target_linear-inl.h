@@ -6,5 +6,6 @@
 
 #include "convolution-inl.h"
 #include "norms-inl.h"
+#include "projection-inl.h"
 #include "recurrence-inl.h"
 #include "recurrence_backward-inl.h"

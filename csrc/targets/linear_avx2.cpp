@@ -6,6 +6,7 @@
 namespace qkv {
 
 const LinearKernels LINEAR_AVX2{run_recurrence,           run_recurrence_backward, run_convolution,
-                                 run_convolution_backward, run_norm,                run_norm_backward};
+                                 run_convolution_backward, run_norm,                run_norm_backward,
+                                 run_projection};
 
 }  // namespace qkv

