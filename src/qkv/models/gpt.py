@@ -18,25 +18,23 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from qkv.cache.base import Cache
 from qkv.cache.within import looks_back
-from qkv.errors import ShapeError, ValueOutOfRange, message, unknown_name
+from qkv.errors import ValueOutOfRange, message, unknown_name
+from qkv.models.causal_pass import CausalPass
 from qkv.models.files.checkpoint import PretrainedModel
 from qkv.models.files.config_file import Fields
 from qkv.models.generation import Generates
-from qkv.models.output import ModelOutput, next_token_loss
+from qkv.models.output import ModelOutput
 from qkv.models.published import gpt as files
 from qkv.models.sizes import check_dropouts, check_multiple, check_positive, check_sizes
 from qkv.nn.context import Context
 from qkv.nn.embedding import Embedding
 from qkv.nn.feed_forward import FeedForward
-from qkv.nn.ids import check_ids
 from qkv.nn.multihead_attention import MultiheadAttention
 from qkv.nn.norm import LayerNorm
 from qkv.nn.positions import LearnedPositions
-from qkv.nn.rows import Rows
 from qkv.nn.stack_state import StackState
 from qkv.patterns.pattern import Pattern
 from qkv.patterns.text import parse
@@ -188,20 +186,19 @@ class GPT(Generates, PretrainedModel):
         one where the ids stand. backend: of attention. Raises ShapeError, DTypeError, MaskError and ValueOutOfRange
         before any work.
         """
-        rows = self._enter(ids, attention_mask, labels, state, last_only)
-        x = self.embedding(rows.front(ids), rows.positions(None if state is None else state.lengths, ids.device))
-        context = Context(lengths=rows.lengths, pattern=pattern, aux=return_aux, backend=backend)
-        keys = None if state is None else Rows(rows.batch, state.length + rows.length)
-        seen: list[AuxOutput] = []
-        for layer, of_layer in zip(self.layers, state.layers if state else [None] * len(self.layers), strict=True):
-            x, aux = layer(x, context, of_layer)
-            if aux is not None:
-                seen.append(rows.back_aux(aux, keys))
-        hidden = self.norm(rows.last(x)) if last_only else rows.back(self.norm(x))
-        logits = F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
-        keep = None if attention_mask is None else attention_mask == 1
-        loss = None if labels is None else next_token_loss(logits, labels, keep)
-        return ModelOutput(hidden, logits, loss, None if return_aux is None else tuple(seen))
+        run = CausalPass.begin(
+            ids,
+            attention_mask,
+            vocabulary=self.config.vocabulary,
+            layers=self.config.layers,
+            labels=labels,
+            state=state,
+            last_only=last_only,
+            longest=self.config.positions,
+        )
+        x = self.embedding(run.ids, run.positions)
+        x = run.through(self.layers, x, Context(run.rows.lengths, pattern=pattern, aux=return_aux, backend=backend))
+        return run.leave(x, self.norm, self.embedding.weight if self.head is None else self.head.weight)
 
     def initial_state(self, batch: int, max_length: int) -> StackState:
         """An empty state for `batch` sequences of at most max_length tokens; what a pattern lets go takes no memory."""
@@ -215,30 +212,6 @@ class GPT(Generates, PretrainedModel):
     @staticmethod
     def file_names(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return files.file_names(tensors)
-
-    def _enter(
-        self,
-        ids: Tensor,
-        attention_mask: Tensor | None,
-        labels: Tensor | None,
-        state: StackState | None,
-        last_only: bool,
-    ) -> Rows:
-        """Check the input; where its real tokens stand."""
-        check_ids("ids", ids, count=self.config.vocabulary)
-        if last_only and labels is not None:
-            seen = "got both"
-            raise ShapeError(message("`last_only` leaves no logits for `labels`", seen, "ask for one of the two"))
-        if state is not None:
-            state.check(len(self.layers), ids.shape[0])
-        rows = Rows.of(attention_mask, *ids.shape)
-        lengths = rows.lengths or (rows.length,) * rows.batch
-        starts = state.lengths if state is not None else (0,) * rows.batch
-        longest = max((start + n for start, n in zip(starts, lengths, strict=True)), default=0)
-        if longest > self.config.positions:
-            holds = f"a sequence must be at most {self.config.positions} tokens long"
-            raise ShapeError(message(holds, f"got {longest}", "cut the text into windows"))
-        return rows
 
     @torch.no_grad()
     def _draw_weights(self) -> None:

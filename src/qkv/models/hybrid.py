@@ -20,28 +20,26 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from qkv.cache.base import Cache
 from qkv.cache.within import looks_back
-from qkv.errors import ShapeError, ValueOutOfRange, message, unknown_name
+from qkv.errors import ValueOutOfRange, message, unknown_name
+from qkv.models.causal_pass import CausalPass
 from qkv.models.files.checkpoint import PretrainedModel
 from qkv.models.files.config_file import Fields
 from qkv.models.generation import Generates
-from qkv.models.output import ModelOutput, next_token_loss
+from qkv.models.output import ModelOutput
 from qkv.models.published import hybrid as files
 from qkv.models.sizes import check_dropouts, check_multiple, check_positive, check_sizes
 from qkv.nn.context import Context
 from qkv.nn.embedding import Embedding
 from qkv.nn.feed_forward import FeedForward
-from qkv.nn.ids import check_ids
 from qkv.nn.layer import RecurrentLayer
 from qkv.nn.layer_state import LayerState
 from qkv.nn.mixer import VARIANTS, make_mixer, mix
 from qkv.nn.multihead_attention import MultiheadAttention
 from qkv.nn.norm import RMSNorm
 from qkv.nn.rotary import Rotary
-from qkv.nn.rows import Rows
 from qkv.nn.stack_state import StackState
 from qkv.patterns.pattern import Pattern
 from qkv.patterns.text import parse
@@ -235,30 +233,22 @@ class Hybrid(PretrainedModel, Generates):
         return_aux: what to return of every layer's attention; a linear layer has none of it. backend: of the softmax
         layers. Raises ShapeError, DTypeError, MaskError and ValueOutOfRange before any work.
         """
-        check_ids("ids", ids, count=self.config.vocabulary)
-        rows = Rows.of(attention_mask, *ids.shape)
-        if last_only and labels is not None:
-            holds = "`last_only` leaves no logits for `labels`"
-            raise ShapeError(message(holds, "got both", "ask for one of the two"))
-        if state is not None:
-            state.check(len(self.layers), ids.shape[0])
-        x = self.embedding(rows.front(ids))
-        places = rows.positions(None if state is None else state.lengths, ids.device)
-        rotation = None if self.rotary is None else self.rotary.angles(places, x.dtype)
-        softmax = Context(lengths=rows.lengths, rotation=rotation, pattern=pattern, aux=return_aux, backend=backend)
-        linear = Context(lengths=rows.lengths, aux=return_aux)
-        seen: list[AuxOutput] = []
-        for layer, of_layer in zip(
-            self.layers, [None] * len(self.layers) if state is None else state.layers, strict=True
-        ):
-            x, aux = layer(x, softmax if isinstance(layer, SoftmaxLayer) else linear, of_layer)
-            if aux is not None:
-                seen.append(rows.back_aux(aux))
-        hidden = self.norm(rows.last(x)) if last_only else rows.back(self.norm(x))
-        logits = F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
-        keep = None if attention_mask is None else attention_mask == 1
-        loss = None if labels is None else next_token_loss(logits, labels, keep)
-        return ModelOutput(hidden, logits, loss, None if return_aux is None else tuple(seen))
+        run = CausalPass.begin(
+            ids,
+            attention_mask,
+            vocabulary=self.config.vocabulary,
+            layers=self.config.layers,
+            labels=labels,
+            state=state,
+            last_only=last_only,
+        )
+        x = self.embedding(run.ids)
+        lengths = run.rows.lengths
+        rotation = None if self.rotary is None else self.rotary.angles(run.positions, x.dtype)
+        softmax = Context(lengths, rotation, pattern, aux=return_aux, backend=backend)
+        linear = Context(lengths, aux=return_aux)
+        x = run.through(self.layers, x, [softmax if kind == "softmax" else linear for kind in self.config.kinds])
+        return run.leave(x, self.norm, self.embedding.weight if self.head is None else self.head.weight)
 
     def initial_state(self, batch: int, max_length: int) -> StackState:
         """An empty state for `batch` sequences of at most max_length tokens: of fixed size where layers are linear."""

@@ -11,32 +11,29 @@ door: layers see each sequence's real tokens first, so a row gives what it gives
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkv.cache.base import Cache
-from qkv.errors import ShapeError, ValueOutOfRange, message
+from qkv.errors import ValueOutOfRange, message
+from qkv.models.causal_pass import CausalPass
 from qkv.models.files.checkpoint import PretrainedModel
 from qkv.models.files.config_file import Fields
 from qkv.models.generation import Generates
-from qkv.models.output import ModelOutput, next_token_loss
+from qkv.models.output import ModelOutput
 from qkv.models.published import llama as files
 from qkv.models.sizes import check_dropouts, check_multiple, check_positive, check_sizes
 from qkv.nn.context import Context
 from qkv.nn.embedding import Embedding
 from qkv.nn.feed_forward import FeedForward
-from qkv.nn.ids import check_ids
 from qkv.nn.multihead_attention import MultiheadAttention
 from qkv.nn.norm import RMSNorm
-from qkv.nn.products import lay_out, matrix_product
 from qkv.nn.rotary import Rotary
-from qkv.nn.rows import Rows
 from qkv.nn.stack_state import StackState
 from qkv.patterns.pattern import Pattern
 from qkv.patterns.text import parse
@@ -150,15 +147,6 @@ class LlamaLayer(nn.Module):
         x = x + self._dropped(update)
         return x + self._dropped(self.feedforward(self.feedforward_norm(x))), aux
 
-    def lay_out(self) -> None:
-        """Put the weights where they are read fastest for one token."""
-        attention, feedforward = self.attention, self.feedforward
-        assert feedforward.gate_proj is not None
-        lay_out(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
-        lay_out(attention.o_proj.weight)
-        lay_out(feedforward.gate_proj.weight, feedforward.up_proj.weight)
-        lay_out(feedforward.down_proj.weight)
-
     def _dropped(self, update: Tensor) -> Tensor:
         return F.dropout(update, self.dropout_p) if self.training and self.dropout_p else update
 
@@ -204,45 +192,24 @@ class Llama(Generates, PretrainedModel):
         return_aux: what to return of every layer's attention. backend: in place of the model's own.
         Raises ShapeError, DTypeError, MaskError and ValueOutOfRange before any work.
         """
-        rows = self._enter(ids, attention_mask, labels, state, last_only)
-        x = self.embedding(rows.front(ids))
-        rotation = self.rotary.angles(rows.positions(state.lengths if state else None, ids.device), x.dtype)
-        context = Context(rows.lengths, rotation, pattern, aux=return_aux, backend=backend)
-        seen: list[AuxOutput] = []
-        for layer, of_layer in zip(self._layers(), state.layers if state else [None] * len(self.layers), strict=True):
-            x, aux = layer(x, context, of_layer)
-            if aux is not None:
-                seen.append(rows.back_aux(aux))
-        hidden = self.norm(rows.last(x)) if last_only else rows.back(self.norm(x))
-        logits = matrix_product(hidden, self._head_weight)
-        loss = None if labels is None else next_token_loss(logits, labels, _kept(attention_mask))
-        return ModelOutput(hidden, logits, loss, None if return_aux is None else tuple(seen))
+        run = CausalPass.begin(
+            ids,
+            attention_mask,
+            vocabulary=self.config.vocabulary,
+            layers=self.config.layers,
+            labels=labels,
+            state=state,
+            last_only=last_only,
+        )
+        x = self.embedding(run.ids)
+        rotation = self.rotary.angles(run.positions, x.dtype)
+        x = run.through(self.layers, x, Context(run.rows.lengths, rotation, pattern, aux=return_aux, backend=backend))
+        return run.leave(x, self.norm, self.embedding.weight if self.head is None else self.head.weight)
 
     def initial_state(self, batch: int, max_length: int) -> StackState:
         """An empty state for `batch` sequences of at most max_length tokens; what a window lets go takes no memory."""
-        return StackState([layer.attention.initial_state(batch, max_length) for layer in self._layers()])
-
-    @classmethod
-    def from_pretrained(
-        cls, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, verify: bool = True
-    ) -> Llama:
-        """As `PretrainedModel.from_pretrained`; then the weights are laid out for decoding."""
-        return super().from_pretrained(path, dtype=dtype, verify=verify).lay_out()
-
-    @classmethod
-    def from_gguf(cls, path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Llama:
-        """As `PretrainedModel.from_gguf`; then the weights are laid out for decoding."""
-        return super().from_gguf(path, dtype=dtype).lay_out()
-
-    def lay_out(self) -> Llama:
-        """Put the weights where they are read fastest for one token, see `qkv.nn.products`; the model itself.
-
-        They become a copy of what was read. Names, shapes and values stay.
-        """
-        for layer in self._layers():
-            layer.lay_out()
-        lay_out(self._head_weight)
-        return self
+        attentions = [cast("MultiheadAttention", layer.attention) for layer in self.layers]
+        return StackState([attention.initial_state(batch, max_length) for attention in attentions])
 
     @staticmethod
     def own_names(config: LlamaConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -260,32 +227,6 @@ class Llama(Generates, PretrainedModel):
     def gguf_names(config: LlamaConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return files.own_names_of_gguf(config, tensors)
 
-    @property
-    def _head_weight(self) -> Tensor:
-        return self.embedding.weight if self.head is None else self.head.weight
-
-    def _layers(self) -> Iterator[LlamaLayer]:
-        for layer in self.layers:
-            assert isinstance(layer, LlamaLayer)
-            yield layer
-
-    def _enter(
-        self,
-        ids: Tensor,
-        attention_mask: Tensor | None,
-        labels: Tensor | None,
-        state: StackState | None,
-        last_only: bool,
-    ) -> Rows:
-        """Check the input; where its real tokens stand."""
-        check_ids("ids", ids, count=self.config.vocabulary)
-        if last_only and labels is not None:
-            seen = "got both"
-            raise ShapeError(message("`last_only` leaves no logits for `labels`", seen, "ask for one of the two"))
-        if state is not None:
-            state.check(len(self.layers), ids.shape[0])
-        return Rows.of(attention_mask, *ids.shape)
-
     @torch.no_grad()
     def _draw_weights(self) -> None:
         for module in self.modules():
@@ -293,8 +234,3 @@ class Llama(Generates, PretrainedModel):
                 nn.init.normal_(module.weight, std=self.config.spread)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-
-def _kept(attention_mask: Tensor | None) -> Tensor | None:
-    """The mask as bool."""
-    return None if attention_mask is None else attention_mask == 1

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qkv.errors import DTypeError, ShapeError, ValueOutOfRange, message
+from qkv.shapes import values_can_be_seen
 from qkv.types import AuxOutput
 
 IGNORED = -100  # a label that does not count, as everywhere in PyTorch
@@ -31,7 +32,7 @@ def next_token_loss(logits: Tensor, labels: Tensor, keep: Tensor | None = None) 
     and the token before a hole predicts the one behind it, so that a padded row loses what it loses alone.
     Without any label that counts the loss is 0. Raises DTypeError, ShapeError and ValueOutOfRange.
     """
-    _check(logits, labels)
+    check_labels(labels, tuple(logits.shape[:-1]), logits.shape[-1])
     return _mean_loss(logits, _next(labels, keep))
 
 
@@ -41,7 +42,7 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     logits: (..., classes). labels: integers (...): masked tokens, the targets of a decoder, or classes. Otherwise as
     `next_token_loss`.
     """
-    _check(logits, labels)
+    check_labels(labels, tuple(logits.shape[:-1]), logits.shape[-1])
     return _mean_loss(logits, labels)
 
 
@@ -63,15 +64,17 @@ def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
-def _check(logits: Tensor, labels: Tensor) -> None:
-    if labels.dtype not in (torch.int64, torch.int32):
-        seen = f"got {labels.dtype}"
+def check_labels(labels: Tensor, places: tuple[int, ...], classes: int) -> None:
+    """Refuse what are not labels 0 .. classes - 1, or -100, one at each of these places."""
+    if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32):
+        seen = f"got {labels.dtype}" if isinstance(labels, Tensor) else f"got {type(labels).__name__}"
         raise DTypeError(message("`labels` must be an int64 or int32 tensor", seen, "give token numbers"))
-    if labels.shape != logits.shape[:-1]:
-        holds = f"`labels` must have the shape {list(logits.shape[:-1])}"
+    if tuple(labels.shape) != places:
+        holds = f"`labels` must have the shape {list(places)}"
         raise ShapeError(message(holds, f"got {list(labels.shape)}", "give one label a place, -100 where none counts"))
-    counted = labels[labels != IGNORED]
-    if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < logits.shape[-1]:
-        holds = f"`labels` must lie in 0 .. {logits.shape[-1] - 1}, or be -100"
-        seen = f"got {int(counted.min())} .. {int(counted.max())}"
-        raise ValueOutOfRange(message(holds, seen, "use the tokenizer of this model"))
+    if not labels.numel() or not values_can_be_seen(labels):
+        return
+    low, high = (int(bound) for bound in labels.masked_fill(labels == IGNORED, 0).aminmax())
+    if not 0 <= low <= high < classes:
+        holds = f"`labels` must lie in 0 .. {classes - 1}, or be -100"
+        raise ValueOutOfRange(message(holds, f"got {low} .. {high}", "use the tokenizer of this model"))
