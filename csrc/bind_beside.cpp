@@ -1,5 +1,5 @@
-// The short convolution, the norms and the projection of few rows for Python. As in bind.cpp, pointers are integers, 0 for null, and the caller
-// keeps what they point to. All arguments are positional: these calls can be short.
+// The short convolution, the norms and the projection of few rows for Python. As in bind.cpp, pointers are integers, 0
+// for null, and the caller keeps what they point to. All arguments are positional: these calls can be short.
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.backends.autograd import Engine, gradients_through, result_of, transformed
+from qkv.backends.autograd import Engine, gradients_through, in_operations, result_of, transformed
 from qkv.backends.base import Backend, Gradients, Incoming, Outcome, Result, Work, pattern_plan, without_autocast
 from qkv.backends.online import forward
 from qkv.dispatch import choose
@@ -83,7 +83,7 @@ class _PackedAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: recomputing checkpoints allow no more
         tensors, outcome, wanted = Tensors(*saved[:5]), Outcome(*saved[5:]), ctx.needs_input_grad[4:]
         with without_autocast(problem.device):
-            if torch.is_grad_enabled():
+            if in_operations(grad_output, grad_lse):
                 gradients = _differentiable(Packed(problem, tensors, packing), seed, wanted, (grad_output, grad_lse))
             else:
                 if grad_output is None:

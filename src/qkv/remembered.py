@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 
-from qkv.backends.autograd import differentiable_gradients, forward_mode
+from qkv.backends.autograd import differentiable_gradients, forward_mode, in_operations
 from qkv.backends.base import Incoming, Work, pattern_plan, without_autocast
 from qkv.backends.cpu import Cpu, Prepared
 from qkv.dispatch import Choice
@@ -73,7 +73,7 @@ class _Known(torch.autograd.Function):
         work = Work(known.problem, Tensors(query, key, value), known.plan, seed)
         wanted = (*ctx.needs_input_grad[2:], False, False)
         with without_autocast(query.device):
-            if torch.is_grad_enabled():
+            if in_operations(grad_output):
                 grads = grad_output, None
                 gradients = differentiable_gradients(*work[:4], wanted, grads)
             else:

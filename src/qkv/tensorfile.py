@@ -166,11 +166,11 @@ class _DuplicateKey(ValueError):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise _DuplicateKey(f"{quote(twice)} stands there twice")
+    table: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in table:
+            raise _DuplicateKey(f"{quote(name)} stands there twice")
+        table[name] = value
     return table
 
 

@@ -274,15 +274,10 @@ def test_saved_and_read_again(name, tmp_path):
         close(again(numbers(2, 9)).logits, model(numbers(2, 9)).logits)
 
 
-def test_read_weights_are_laid_out_and_still_train_and_save(tmp_path):
+def test_read_weights_train_and_save(tmp_path):
     model = made(SMALL)
     model.save_pretrained(tmp_path / "one")
     read = Llama.from_pretrained(tmp_path / "one")
-    attention = read.layers[0].attention
-    assert attention.q_proj.weight.stride() == (1, 48)
-    assert attention.k_proj.weight.data_ptr() == attention.q_proj.weight.data_ptr() + 24 * 8
-    assert read.layers[0].feedforward.down_proj.weight.is_contiguous()  # fewer rows than columns
-    assert read.lay_out() is read
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, read)]
     for _ in range(2):
         for one, optimizer in zip((model, read), optimizers, strict=True):

@@ -190,7 +190,7 @@ def every_subject() -> dict[str, Subject]:
     streaming = band(11, 2) | (first & band(11, 10))
     biases = {"attention_bias": True, "output_bias": True, "feedforward_bias": True}
     found["llama"] = speaking(lively(Llama, LLAMA), **weights)
-    found["llama, laid out"] = speaking(lively(Llama, replace(LLAMA, tied=True)).lay_out(), **weights)
+    found["llama, tied"] = speaking(lively(Llama, replace(LLAMA, tied=True)), **weights)
     found["llama, normed, biases"] = speaking(lively(Llama, replace(LLAMA, qk_norm="head", **biases)), **weights)
     found["llama, sinks"] = speaking(lively(Llama, replace(LLAMA, sinks=True)))
     found["llama, dropped"] = speaking(lively(Llama, replace(LLAMA, **DROPPED)), dropout=True, **weights)

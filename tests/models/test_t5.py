@@ -363,7 +363,7 @@ def test_files_that_are_none_are_refused_by_name(tmp_path, change, text):
     "changes, text",
     [
         ({"model_type": "longt5"}, "`model_type` in .*config.json.* must be 't5' or 'qkv_t5'"),
-        ({"feed_forward_proj": "gated-mish"}, "`feed_forward_proj` in .*config.json.* must be 'relu' or 'gated-gelu'"),
+        ({"feed_forward_proj": "gated-mish"}, "`feed_forward_proj` in .*config.json.* must be 'relu' or 'gated-relu'"),
         ({"d_kv": 0}, "config.json.*`head_dim` must be at least 1; got 0"),
         ({"relative_attention_num_buckets": 9}, "config.json.*`buckets` must be even"),
     ],
@@ -502,7 +502,7 @@ def test_the_default_is_the_small_one_of_the_paper():
         ({"decoder_layers": 0}, ValueOutOfRange, "`decoder_layers` must be at least 1; got 0"),
         ({"norm_epsilon": 0.0}, ValueOutOfRange, "`norm_epsilon` must be a positive number; got 0.0"),
         ({"residual_dropout": -0.1}, ValueOutOfRange, r"`residual_dropout` must lie in \[0, 1\); got -0.1"),
-        ({"activation": "geglu"}, UnknownName, "`activation` must be one of .*geglu_tanh.*; got 'geglu'"),
+        ({"activation": "mish"}, UnknownName, "`activation` must be one of .*geglu_tanh.*; got 'mish'"),
         ({"tied": False}, ValueOutOfRange, "`scaled_head` goes with `tied`; got it with a head of its own; T5 1.1 has"),
         ({"start_id": 53}, ValueOutOfRange, "`start_id` must lie in 0 .. 52; got 53; name a token of the vocabulary"),
         ({"pattern": "windows(3)"}, (UnknownName, PatternSyntaxError), "windows"),

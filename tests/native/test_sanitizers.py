@@ -142,7 +142,7 @@ def test_no_report_on_memory_or_undefined_behaviour(tmp_path):
     program = driver("address", best())
     for mode, count in (("calls", 300), ("at_once", 20), ("no_memory", 20), ("interrupt", 1)):
         drive(way, program, mode, count)
-    for mode, count in (("linear", 120), ("beside", 300)):
+    for mode, count in (("linear", 120), ("beside", 450)):
         drive(way, program, mode, count)
 
 
@@ -151,7 +151,7 @@ def test_no_report_on_threads(tmp_path):
     program = driver("thread", baseline())
     for mode, count in (("calls", 100), ("at_once", 20), ("no_memory", 5), ("interrupt", 1)):
         drive(way, program, mode, count)
-    for mode, count in (("linear", 60), ("beside", 150)):
+    for mode, count in (("linear", 60), ("beside", 225)):
         drive(way, program, mode, count)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from qkv.errors import MaskError, ShapeError, UnsupportedError, ValueOutOfRange
+from qkv.cache import KVCache
+from qkv.errors import DeviceError, DTypeError, MaskError, ShapeError, UnsupportedError, ValueOutOfRange
 from qkv.nn.attention_state import Keys
 from qkv.nn.decoder import Decoder, DecoderLayer
 from qkv.nn.mixer import VARIANTS
@@ -257,6 +260,110 @@ def test_a_failed_pass_is_noticed(monkeypatch):
         decoder(drawn(1, 2, DIM), state=state)
 
 
+class Fault(nn.Module):
+    """Stands for what runs out of memory, or for Ctrl-C."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["final_norm", "layers.1.feed_forward", "layers.1.cross_attention_norm"])
+def test_a_pass_that_failed_after_the_last_cache_is_noticed(place, error):
+    decoder = decoder_of("causal")
+    x = drawn(2, LENGTH, DIM)
+    memory = drawn(2, 5, DIM, seed=2)
+    state = decoder.initial_state(2, LENGTH, memory)
+    decoder(x[:, :3], state=state)
+    whole, broken = decoder.get_submodule(place), state.fork()
+    decoder.set_submodule(place, Fault(error))
+    with pytest.raises(error):
+        decoder(x[:, 3:5], state=broken)
+    decoder.set_submodule(place, whole)
+    text = r"as a call left it that came to its end; .* from \(3, 3\) to \(5, 5\) tokens; go on from a fork"
+    for move in (
+        lambda: decoder.step(x[:, 3], broken),
+        lambda: decoder(x[:, 3:5], state=copy.deepcopy(broken)),
+        lambda: broken.reorder([1, 0]),
+        broken.fork,
+        lambda: broken.truncate(4),
+        lambda: broken.truncate([2, 4]),
+    ):
+        with pytest.raises(ValueOutOfRange, match=text):
+            move()
+    broken.truncate(3)
+    for way in (state, broken):
+        close(steps(decoder, x[:, 3:], way), decoder(x, memory)[:, 3:])
+
+
+def test_a_pass_that_failed_before_the_first_cache_changes_nothing():
+    for name in ("causal", "mixed"):
+        decoder, x = decoder_of(name, cross=False), drawn(1, LENGTH, DIM)
+        state = decoder.initial_state(1, LENGTH)
+        decoder(x[:, :3], state=state)
+        norm, decoder.layers[0].attention_norm = decoder.layers[0].attention_norm, Fault(RuntimeError)
+        with pytest.raises(RuntimeError):
+            decoder(x[:, 3:5], state=state)
+        decoder.layers[0].attention_norm = norm
+        close(steps(decoder, x[:, 3:], state.fork()), decoder(x)[:, 3:])
+
+
+def refused_before_work(decoder, error, text, **held):
+    """A call that a later layer cannot answer leaves the state of the first one as it was."""
+    x = drawn(1, LENGTH, DIM).float()
+    state = decoder.initial_state(1, 4, **held)
+    with pytest.raises(error, match=text):
+        decoder(x[:, :5] if "max_length" in text else x[:, :3], state=state)
+    assert state.lengths == (0,) and not state.layers[0].recurrent.state.any()
+    return state, x
+
+
+def test_a_hybrid_state_is_left_as_it_was():
+    def hybrid(*attention):
+        return Decoder(len(attention), DIM, HEADS, attention=list(attention), cross_attention=False)
+
+    decoder = hybrid("retention", "causal()").eval()
+    state, x = refused_before_work(decoder, ValueOutOfRange, "max_length = 4")
+    close(steps(decoder, x[:, :4], state), decoder(x[:, :4]), bound=1e-5)
+    refused_before_work(decoder, DTypeError, "made for inputs of float32, .*; got one for float64", dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        refused_before_work(decoder, DTypeError, "made for inputs of bfloat16, .*; got one for float32")
+        decoder(drawn(1, 3, DIM).float(), state=decoder.initial_state(1, 4, dtype=torch.bfloat16))
+    for name in ("gated_delta", "mamba2"):
+        convolving = hybrid("retention", name)
+        with torch.autocast("cpu", torch.bfloat16):
+            refused_before_work(convolving, DTypeError, "made for inputs of bfloat16, .*; got one for float32")
+            convolving(drawn(1, 3, DIM).float(), state=convolving.initial_state(1, 4, dtype=torch.bfloat16))
+    drops = hybrid("retention", MultiheadAttention(DIM, HEADS, pattern=causal(), attention_dropout=0.1))
+    refused_before_work(drops, UnsupportedError, r"without dropout: .*; got 0.1 in training; call .eval\(\)")
+    three, other = hybrid("retention", "causal()", "retention"), hybrid("retention", "retention", "causal()")
+    state = other.initial_state(1, 4)
+    with pytest.raises(DTypeError, match="state of softmax attention must be a cache; got LayerState"):
+        three(drawn(1, 2, DIM).float(), state=state)
+    other(drawn(1, 2, DIM).float(), state=state)
+    state = decoder.initial_state(1, 4, device="meta")
+    with pytest.raises(DeviceError, match="`x` and `state` must be on one device; got cpu and meta"):
+        decoder(x[:, :2], state=state)
+
+
+def test_a_memory_read_in_inference_mode_serves_gradients():
+    decoder = decoder_of("mixed")
+    x, memory = drawn(5, LENGTH, DIM), drawn(*MEMORY.shape, DIM, seed=2)
+    with torch.inference_mode():
+        state = decoder.initial_state(5, LENGTH, memory, MEMORY)
+        decoder(x[:, :2], state=state)
+        state.reorder([0, 1, 2, 3, 4])
+        decoder(x[:, 2:3], state=state, return_aux=AuxRequest(weights=True))
+    y, _, cross = decoder(x[:, 3:], state=state, return_aux=AuxRequest(weights=True))
+    close(y, decoder(x, memory, memory_mask=MEMORY)[:, 3:])
+    (y.sum() + cross[0].weights.square().sum()).backward()
+    assert decoder.layers[0].cross_attention.q_proj.weight.grad.isfinite().all()
+
+
 def test_a_full_state_is_left_as_it_was():
     decoder = decoder_of("causal", cross=False)
     state = decoder.initial_state(1, 3)
@@ -275,8 +382,18 @@ X, M = torch.zeros(2, 3, DIM), torch.zeros(2, 5, DIM)
     [
         (lambda d: d(X), ValueOutOfRange, "must be given a `memory`; got none"),
         (lambda d: d(X, M[:1]), ShapeError, "a row for each sequence; got 1 for a batch of 2"),
-        (lambda d: d(X, M[..., :3]), ShapeError, "`memory` must have the shape"),
-        (lambda d: d(X, M, memory_mask=torch.full((2, 5), 3)), MaskError, "1 for tokens to keep"),
+        (lambda d: d(X, M[..., :3]), ShapeError, r"`memory` must be \(B, L, 16\)"),
+        (lambda d: d(X, M.double()), DTypeError, "`memory` must have the type of the layer's weights"),
+        (lambda d: d(X.double(), M), DTypeError, "`x` must have the type of the layer's weights"),
+        (
+            lambda d: d(X, M, memory_mask=torch.full((2, 5), 3)),
+            MaskError,
+            "`memory_mask` must hold 1 for tokens to keep",
+        ),
+        (lambda d: d(X, M, state=KVCache(2, HEADS, 4, 4)), DTypeError, "must be a StackState; got KVCache"),
+        (lambda d: d.step(X[:, 0], None), DTypeError, "must be a StackState; got NoneType"),
+        (lambda d: d.step([1.0], d.initial_state(2, 5, M)), ShapeError, "one token of each sequence"),
+        (lambda d: Decoder(1, DIM, HEADS, cross_attention="x"), DTypeError, "`cross_attention` must be True or False"),
         (lambda d: d(X, M, state=d.initial_state(2, 5, M)), ValueOutOfRange, "has the keys of a memory"),
         (lambda d: d(X, state=d.initial_state(1, 5, M[:1])), ShapeError, "of 1 layers and 2 sequences"),
         (lambda d: d.initial_state(1, 5, M), ShapeError, "got 2 for a batch of 1"),

@@ -234,8 +234,9 @@ def test_options_reach_their_parts():
 @pytest.mark.parametrize(
     "call, error, text",
     [
-        (lambda e: e(torch.zeros(3, DIM)), ShapeError, r"must have the shape \(B, L, 16\)"),
-        (lambda e: e(torch.zeros(1, 3, DIM + 1)), ShapeError, "must have the shape"),
+        (lambda e: e(torch.zeros(3, DIM)), ShapeError, r"`x` must be \(B, L, 16\)"),
+        (lambda e: e(torch.zeros(1, 3, DIM + 1)), ShapeError, r"`x` must be \(B, L, 16\); got \[1, 3, 17\]"),
+        (lambda e: e(torch.zeros(1, 3, DIM, dtype=torch.float64)), DTypeError, "type of the layer's weights, float32"),
         (lambda e: e([[0.0]]), DTypeError, "must be a tensor"),
         (lambda e: e(torch.zeros(1, 3, DIM), torch.ones(1, 4)), ShapeError, "attention_mask"),
         (lambda e: e(torch.zeros(1, 3, DIM), torch.full((1, 3), 0.5)), MaskError, "attention_mask"),
@@ -251,6 +252,22 @@ def test_calls_that_are_refused(call, error, text):
         call(Encoder(1, DIM, HEADS))
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("attention", [None, "linear"])
+def test_another_type_is_refused_but_under_autocast(attention, norm_first, norm):
+    stack = Encoder(1, DIM, HEADS, attention=attention, norm=norm, norm_first=norm_first)
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.raises(DTypeError, match=r"weights, float32; got .*; cast it with .to\(torch.float32\)"):
+            stack(torch.zeros(1, 3, DIM, dtype=dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert stack(torch.zeros(1, 3, DIM, dtype=dtype)).isfinite().all()
+
+
+MODULE = MultiheadAttention(DIM, HEADS)
+
+
 @pytest.mark.parametrize(
     "make, error, text",
     [
@@ -262,6 +279,17 @@ def test_calls_that_are_refused(call, error, text):
             "an attention of its own",
         ),
         (lambda: EncoderLayer(DIM, HEADS, residual_dropout=1.0), ValueOutOfRange, r"`residual_dropout` must lie in"),
+        (lambda: EncoderLayer(DIM, HEADS, residual_dropout="0.1"), DTypeError, "`residual_dropout` must be a number"),
+        (lambda: EncoderLayer(DIM, HEADS, norm_eps=-1.0, bias=False), ValueOutOfRange, "`eps` must be finite"),
+        (lambda: EncoderLayer(DIM, HEADS, norm_first="no"), DTypeError, "`norm_first` must be True or False"),
+        (lambda: EncoderLayer(DIM, HEADS, bias=None), DTypeError, "`bias` must be True or False"),
+        (lambda: Encoder(1, DIM, HEADS, final_norm="x"), DTypeError, "`final_norm` must be True or False"),
+        (
+            lambda: Encoder(3, DIM, HEADS, attention=[MODULE, "full()", MODULE]),
+            ValueOutOfRange,
+            "an attention of its own; got one MultiheadAttention for more than one of 3",
+        ),
+        (lambda: Encoder(2, DIM, HEADS, attention=lambda *_: MODULE), ValueOutOfRange, "an attention of its own"),
         (lambda: EncoderLayer(DIM, 3), ShapeError, "divisible"),
     ],
 )

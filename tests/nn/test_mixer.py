@@ -140,7 +140,7 @@ def test_what_a_choice_makes():
     assert make("linear", **both).elementwise == "relu" and make("linear", **both).backend == "reference"
     assert make(None, attention_dropout=0.25).attention_dropout == 0.25
     assert isinstance(make(Mamba2Mixer), Mamba2Mixer)
-    assert make(lambda dim, heads: MultiheadAttention(dim, heads, sinks=True)).sinks is not None
+    assert make(lambda dim, heads: MultiheadAttention(dim, heads, pattern=full(), sinks=True)).sinks is not None
     given = LinearAttention(DIM, HEADS)
     assert make(given) is given
 
@@ -160,11 +160,77 @@ def test_what_a_choice_makes():
         (Mamba2Mixer, {"causal": False}, UnsupportedError, "Mamba2Mixer is a recurrence"),
         (LinearAttention, {"causal": False}, UnsupportedError, "LinearAttention is a recurrence"),
         (LinearAttention(DIM, HEADS, is_causal=False), {}, UnsupportedError, "must not read what follows"),
+        (
+            MultiheadAttention,
+            {},
+            UnsupportedError,
+            r"follows; got .* without a pattern, .*; give it pattern=causal\(\)",
+        ),
+        (MultiheadAttention(DIM, HEADS), {}, UnsupportedError, "must not read what follows"),
+        (None, {"softmax_options": {"pattern": causal()}}, ValueOutOfRange, "got 'pattern'; say it as `attention`"),
+        (None, {"softmax_options": {"key_dim": 8}}, ValueOutOfRange, "say it as `memory_dim`"),
+        (None, {"softmax_options": {"kvheads": 2}}, UnknownName, "did you mean 'kv_heads'"),
+        (None, {"softmax_options": 3}, DTypeError, "must be a dict of options by name; got int"),
+        ("linear", {"linear_options": {"statesize": 8}}, UnknownName, "`linear_options` must be one of"),
+        ("linear", {"backend": "blockwise"}, UnknownName, "`backend` must be one of auto, chunked, cpu, reference"),
     ],
 )
 def test_choices_that_are_refused(choice, told, error, text):
     with pytest.raises(error, match=text):
         make_mixer(choice, DIM, HEADS, **{"causal": True, **told})
+
+
+OWN = MultiheadAttention(DIM, HEADS, attention_dropout=0.5, projection_bias=False, backend="reference")
+
+
+@pytest.mark.parametrize("choice", [MultiheadAttention, MultiheadAttention(DIM, HEADS)])
+@pytest.mark.parametrize(
+    "told",
+    [{"attention_dropout": 0.5}, {"softmax_options": {"kv_heads": 2}}, {"bias": False}, {"backend": "reference"}],
+    ids=lambda told: next(iter(told)),
+)
+def test_what_is_said_of_a_module_and_is_not_so_is_refused(choice, told):
+    (name,) = told
+    text = f"`{name}` must be told to what makes the attention, .*; got .* for a MultiheadAttention that differs"
+    with pytest.raises(ValueOutOfRange, match=text):
+        make_mixer(choice, DIM, HEADS, causal=False, **told)
+    if name != "softmax_options":
+        assert make_mixer(OWN, DIM, HEADS, causal=False, **told) is OWN
+    assert make_mixer(choice, DIM, HEADS, causal=False, softmax_options={}, linear_options={"feature_map": "relu"})
+
+
+def test_options_that_a_brought_linear_layer_cannot_be_told_are_refused():
+    for told in ({"linear_options": {"feature_map": "relu"}}, {"backend": "reference"}):
+        with pytest.raises(ValueOutOfRange, match=r"got .* for a LinearAttention that differs"):
+            make_mixer(LinearAttention, DIM, HEADS, causal=True, **told)
+    assert make_mixer(LinearAttention, DIM, HEADS, causal=True, bias=False, softmax_options={"kv_heads": 2})
+
+
+def test_options_of_a_kind_come_before_what_is_said_of_all():
+    stack = Decoder(1, DIM, HEADS, softmax_options={"attention_dropout": 0.1, "backend": "reference"})
+    for part in (stack.layers[0].attention, stack.layers[0].cross_attention):
+        assert (part.attention_dropout, part.backend) == (0.1, "reference")
+
+
+def test_a_backend_goes_to_the_kinds_that_know_it():
+    def backends(kind, attention, backend, **told):
+        layers = kind(len(attention), DIM, HEADS, attention=attention, backend=backend, **told).layers
+        parts = [(layer.attention, getattr(layer, "cross_attention", None)) for layer in layers]
+        return [part.backend for pair in parts for part in pair if part is not None]
+
+    mixed, alone = ["gated_delta", "causal()"], {"cross_attention": False}
+    assert backends(Decoder, mixed, "blockwise", **alone) == ["auto", "blockwise"]
+    assert backends(Decoder, mixed, "chunked", **alone) == ["chunked", "auto"]
+    assert backends(Decoder, mixed, "reference", **alone) == ["reference", "reference"]
+    assert backends(Decoder, mixed, "blockwise") == ["auto", "blockwise", "blockwise", "blockwise"]
+    assert backends(Decoder, mixed[:1], "chunked") == ["chunked", "auto"]
+    assert backends(Encoder, ["linear", None], "sdpa") == ["auto", "sdpa"]
+    for name in ("blockwise", "cuda", 3):
+        with pytest.raises(UnknownName, match="`backend` must be one of"):
+            Encoder(2, DIM, HEADS, attention="linear", backend=name)
+    for told in ({}, alone):
+        with pytest.raises(UnknownName, match="`backend` must be one of"):
+            Decoder(2, DIM, HEADS, attention=mixed, backend="cuda", **told)
 
 
 def test_a_list_gives_each_layer_its_own():

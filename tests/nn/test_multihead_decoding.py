@@ -109,7 +109,6 @@ def test_the_state_can_be_reordered_and_cut():
 @pytest.mark.parametrize(
     "pattern, length, kind",
     [
-        (None, 1000, KVCache),
         (qkv.causal(), 1000, KVCache),
         (qkv.sliding_window(100), 1000, RollingKVCache),
         (qkv.sliding_window(100), 100, KVCache),
@@ -157,3 +156,81 @@ def test_what_fails_leaves_the_state_as_it_was():
         layer.attend(x, state=state)
     assert state.lengths == (5,) * B
     assert torch.equal(state.keys, before)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", ["plain", "paged", "rolling"])
+def test_what_fails_after_the_keys_were_written_leaves_the_state_as_it_was(kind, failure, monkeypatch):
+    pattern = qkv.sliding_window(70) if kind == "rolling" else qkv.causal()
+    layer, x = make("grouped, rotary", pattern=pattern), rows(300)
+    want, _ = layer.attend(x)
+    state = PagedKVCache(B, 2, 80, 6, page_size=16, dtype=torch.float64)
+    if kind != "paged":
+        state = layer.initial_state(B, 300)
+        assert isinstance(state, RollingKVCache if kind == "rolling" else KVCache)
+
+    def fail(x):
+        raise failure
+
+    start = 0
+    for stop in (127, 128, 129, 190, 300):  # over the ends of pages, and far enough to let some go
+        before, real = state.lengths, layer.o_proj
+        layer.o_proj = torch.nn.Identity()
+        monkeypatch.setattr(layer.o_proj, "forward", fail)
+        for chunk in (x[:, start:stop], torch.randn_like(x[:, start:])):
+            with pytest.raises(failure):
+                layer.attend(chunk, state=state)
+        layer.o_proj = real
+        assert state.lengths == before
+        near(layer.attend(x[:, start:stop], state=state)[0], want[:, start:stop])
+        start = stop
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "sinks"])
+def test_one_backward_goes_through_several_calls_with_a_state(name):
+    layer, x = make(name), rows(12)
+    chunks, found, wanted = x.split(4, 1), [], []
+    for together in (True, False):
+        layer.zero_grad()
+        state = layer.initial_state(B, 12)
+        losses = []
+        for chunk in chunks:
+            y, _ = layer.attend(chunk, state=state)
+            losses.append(y.square().sum())
+            if not together:
+                losses[-1].backward()
+        if together:
+            sum(losses).backward()
+        (found if together else wanted).extend(p.grad.clone() for p in layer.parameters() if p.grad is not None)
+    for a, b in zip(found, wanted, strict=True):
+        near(a, b)
+
+
+AHEAD = {
+    "all": None,
+    "both ways": qkv.window(4, 4),
+    "block": qkv.block_local(4),
+    "global queries": qkv.causal() | qkv.global_tokens(2),
+    "one head": qkv.per_head([qkv.causal(), qkv.full(), qkv.causal(), qkv.causal()]),
+    "unknown": qkv.where(lambda b, h, i, j: j <= i),
+    "drawn": qkv.random_blocks(1, 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_pattern_that_shows_later_tokens_has_no_state(name):
+    layer = MultiheadAttention(DIM, HEADS, pattern=AHEAD[name])
+    remedy = r"give the layer pattern=causal\(\)" + ("$" if AHEAD[name] is None else r" & \(")
+    with pytest.raises(qkv.errors.UnsupportedError, match=rf"shows no later token; got pattern=.*; {remedy}"):
+        layer.initial_state(B, 9)
+    if AHEAD[name] is not None:
+        MultiheadAttention(DIM, HEADS, pattern=qkv.causal() & AHEAD[name]).initial_state(B, 9)
+
+
+def test_a_prefix_decodes_where_it_comes_whole():
+    layer, x = make("causal", pattern=qkv.causal() | qkv.prefix(3)), rows(9)
+    want, _ = layer.attend(x)
+    state = layer.initial_state(B, 9)
+    near(layer.attend(x[:, :3], state=state)[0], want[:, :3])
+    for t in range(3, 9):
+        near(layer.step(x[:, t], state)[0], want[:, t])

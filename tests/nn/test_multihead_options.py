@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 
@@ -207,7 +208,10 @@ def test_bfloat16_stays_near_its_own_weights_in_float64():
 
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_autocast_computes_in_its_own_type(name):
-    layer, x = make(name).float(), rows(dtype=torch.float32).requires_grad_()
+    layer, x = (
+        make(name, pattern=OPTIONS[name].get("pattern", qkv.causal())).float(),
+        rows(dtype=torch.float32).requires_grad_(),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = layer.attend(x)
         state = layer.initial_state(B, L, dtype=torch.bfloat16)
@@ -286,3 +290,31 @@ def test_biases_and_epsilon_are_those_asked_for():
 def test_shows_its_sizes():
     text = repr(MultiheadAttention(DIM, HEADS, kv_heads=2, pattern=qkv.sliding_window(4)))
     assert "24, 4, kv_heads=2, head_dim=6, pattern=sliding_window(4), backend='auto'" in text
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_a_mask_of_numbers_that_looks_like_one_that_hides_is_told_in_words_of_torch(name):
+    layer, x = make("plain"), rows()
+    mask = torch.ones(*((L, L) if name == "attn_mask" else (B, L)), dtype=torch.float64).tril()
+    text = rf"`{name}` is added to the scores.*; say {name}\.bool\(\) where 1 hides, \({name} == 0\) where 1 keeps"
+    with pytest.warns(qkv.errors.AddedMaskWarning, match=text) as told:
+        y, _ = layer(x, **{name: mask})
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    added = mask if name == "attn_mask" else mask[:, None, None]
+    agree([y], [attended(layer, x, added=added)[0]])
+    layer(x, **{name: -mask})
+    layer(x, **{name: torch.zeros_like(mask)})
+
+
+def test_a_call_without_a_context_remembers_nothing():
+    layer, x = make("plain"), rows()
+
+    def remembered():
+        gc.collect()
+        return sum(len(made._joined) for made in gc.get_objects() if type(made) is Context)
+
+    before = remembered()
+    for n in range(1, L):
+        layer.attend(x, keys=layer.keys_of(x, lengths=[n] * B))
+    assert remembered() == before

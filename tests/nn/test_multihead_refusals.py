@@ -72,7 +72,7 @@ def test_rows_that_do_not_fit(x, error, text):
 def test_a_state_that_does_not_fit():
     layer = MultiheadAttention(DIM, HEADS, pattern=qkv.causal(), attention_dropout=0.5).eval()
     state = layer.initial_state(B, L)
-    other = MultiheadAttention(DIM, HEADS, kv_heads=1).initial_state(B, L)
+    other = MultiheadAttention(DIM, HEADS, kv_heads=1, pattern=qkv.causal()).initial_state(B, L)
     keys = layer.keys_of(MEMORY)
     refused(ValueOutOfRange, "`state` or `keys`, not both; got both", lambda: layer.attend(X, state=state, keys=keys))
     refused(ShapeError, "got a state of 2 and a call of 1", lambda: layer.attend(X[:1], state=state))
@@ -151,3 +151,59 @@ def test_arguments_of_torch_that_do_not_fit(tensors, masks, error, text):
 def test_a_mask_that_is_added_beside_a_bias_without_numbers_of_its_own():
     layer = MultiheadAttention(DIM, HEADS, bias=qkv.alibi([0.5, 0.2, 0.1]))
     refused(UnsupportedError, "beside alibi.*; pass a bool mask", lambda: layer(X, attn_mask=torch.zeros(L, L)))
+
+
+DRAWN = [qkv.patterns.bigbird(3, 1, 2, 7, block_size=2), qkv.patterns.random_blocks(1, 2, 0, ahead=True)]
+
+
+@pytest.mark.parametrize("pattern", [*DRAWN, *(qkv.causal() & pattern for pattern in DRAWN)], ids=str)
+def test_a_pattern_that_is_drawn_by_the_length_of_a_call_beside_padding(pattern):
+    layer, x = MultiheadAttention(DIM, HEADS, pattern=pattern).eval(), torch.randn(B, L, DIM)
+    text = "draws among all keys of a call.*, not {}; got .*; leave padding out, or"
+    padded = Context((L, 2))
+    refused(UnsupportedError, text.format("padded ones"), lambda: layer.attend(x, padded))
+    passing = Context((L, 2), pattern=pattern)
+    refused(UnsupportedError, text.format("padded ones"), lambda: MultiheadAttention(DIM, HEADS).attend(x, passing))
+    keys = layer.keys_of(MEMORY, lengths=(S, 2))
+    refused(UnsupportedError, text.format("padded keys"), lambda: layer.attend(x, keys=keys))
+    layer.attend(x, Context())
+    layer.attend(x, padded, keys=layer.keys_of(x))  # the keys alone count
+    looking = MultiheadAttention(DIM, HEADS, pattern=qkv.causal() & pattern)
+    refused(UnsupportedError, text.format("one that grows"), lambda: looking.initial_state(B, L))
+
+
+@pytest.mark.parametrize("name", ["sinks", "projection_bias", "output_bias"])
+def test_choices_are_true_or_false(name):
+    for value in ("yes", 1, *([None] if name != "output_bias" else [])):
+        options = {name: value}
+        with pytest.raises(DTypeError, match=rf"`{name}` must be True or False; got .*; pass a bool"):
+            MultiheadAttention(DIM, HEADS, **options)
+
+
+def test_a_bias_that_would_be_learned_and_is_no_parameter():
+    tensor = torch.zeros(HEADS, L, L, requires_grad=True)
+    table, slopes = torch.nn.Parameter(torch.zeros(HEADS, 9)), torch.ones(HEADS, requires_grad=True)
+    for bias in (tensor, 2 * tensor, qkv.relative(table), qkv.alibi(slopes)):
+        refused(
+            UnsupportedError,
+            r"a `bias` that is learned must be a parameter or a module.*; got .* requires a gradient; give nn\.Par",
+            lambda bias=bias: MultiheadAttention(DIM, HEADS, bias=bias),
+        )
+    for bias in (tensor.detach()[None], qkv.relative(table.detach()), torch.nn.Parameter(tensor[None])):
+        MultiheadAttention(DIM, HEADS, bias=bias)(X)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_rows_that_are_not_dense():
+    rows = [torch.zeros(3, DIM), torch.zeros(L, DIM)]
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor(rows, layout=layout)
+        refused(
+            UnsupportedError,
+            "`query` must be a dense tensor; .*nested",
+            lambda x=nested: MultiheadAttention(DIM, HEADS)(x),
+        )
+    sparse = X.to_sparse()
+    refused(
+        UnsupportedError, "`x` must be a dense tensor; .*sparse", lambda: MultiheadAttention(DIM, HEADS).attend(sparse)
+    )

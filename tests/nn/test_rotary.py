@@ -507,3 +507,30 @@ def test_refusals(make, error, text):
         make()
     assert isinstance(caught.value, QkvError)
     assert text in str(caught.value) and str(caught.value).count(";") >= 2
+
+
+@pytest.mark.parametrize("length", [10, 4000])
+def test_a_rotation_of_other_tokens_or_another_width_is_refused(length):
+    rotary, x = Rotary(16), torch.zeros(2, length, 2, 16)
+    for other, positions in (
+        (rotary, torch.arange(1)),
+        (rotary, torch.arange(length + 1)),
+        (rotary, torch.zeros(3, length, dtype=torch.int64)),
+        (rotary, torch.zeros(1, length, dtype=torch.int64)),
+        (Rotary(8), torch.arange(length)),
+        (Rotary(16, width=4), torch.arange(length)),
+    ):
+        rotation = other.angles(positions, x.dtype)
+        for call in (lambda r=rotation: rotary(x, r), lambda r=rotation: rotary.both(x, x, r)):
+            with pytest.raises(ShapeError, match=r"`rotation` must be of the tokens of `x`: .*; got \(.*; make it"):
+                call()
+
+
+@SIZES
+def test_many_gradients_at_once(limits):
+    rotary, x = Rotary(16), torch.randn(2, 5, 3, 16, dtype=torch.float64, requires_grad=True)
+    y = rotary(x, rotary.angles(torch.arange(5), x.dtype))
+    given = torch.randn(3, *y.shape, dtype=torch.float64)
+    (found,) = torch.autograd.grad(y, x, given, is_grads_batched=True, retain_graph=True)
+    want = torch.stack([torch.autograd.grad(y, x, one, retain_graph=True)[0] for one in given])
+    torch.testing.assert_close(found, want, atol=1e-14, rtol=0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qkv.errors import DTypeError, MaskError, ShapeError, ValueOutOfRange
+from qkv.errors import DTypeError, MaskError, ShapeError, UnsupportedError, ValueOutOfRange
 from qkv.nn.rows import Rows
 from qkv.types import AuxOutput, TopK
 
@@ -144,3 +144,44 @@ def test_batches_of_other_sizes_are_refused():
         Rows.padded([6], 1, 5)
     with pytest.raises(ShapeError, match="`lengths` must hold one number a sequence"):
         Rows.padded([1, 2], 1, 5)
+
+
+def test_aux_is_blank_in_padding_on_either_side():
+    left = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    before, after = Rows.of(left, 2, 4), Rows.of(left.flip(1), 2, 4)
+    weights, lse = torch.rand(2, 3, 4, 4) + 1, torch.rand(2, 3, 4)
+    aux = AuxOutput(lse=lse, entropy=lse, weights=weights)
+    found, other = before.back_aux(aux), after.back_aux(aux)
+    assert torch.equal(other.weights[0, :, :2, :2], weights[0, :, :2, :2])
+    assert torch.equal(found.weights[0, :, 2:, 2:], weights[0, :, :2, :2])
+    for one in (found, other):
+        assert one.weights[0].count_nonzero() == 3 * 2 * 2
+        assert one.lse[0].isinf().sum() == 3 * 2
+        assert one.entropy[0].count_nonzero() == 3 * 2
+        assert torch.equal(one.weights[1], weights[1])
+
+
+def test_weights_of_chosen_rows_are_blank_where_these_are_padding():
+    rows, weights = Rows.padded((2, 4), 2, 4), torch.rand(2, 3, 4, 4) + 1
+    whole = rows.back_aux(AuxOutput(weights=weights)).weights
+    for chosen in (slice(1, 3), slice(None, None, 2), [3, 0], (-1,), 2, -3):
+        numbers = list(range(4)[chosen]) if isinstance(chosen, slice) else chosen
+        found = rows.back_aux(AuxOutput(weights=weights[:, :, numbers]), chosen=chosen)
+        assert torch.equal(found.weights, whole[:, :, numbers])
+        plain = AuxOutput(weights=weights[:, :, numbers])
+        assert torch.equal(Rows(2, 4).back_aux(plain, chosen=chosen).weights, plain.weights)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_error_names_the_mask_that_it_was_given():
+    for mask, error in (
+        ([[1]], DTypeError),
+        (torch.ones(1, 3), ShapeError),
+        (torch.full((1, 2), 2.0), MaskError),
+        (torch.ones(1, 2, device="meta"), UnsupportedError),
+        (torch.ones(1, 2).to_sparse(), UnsupportedError),
+        (torch.nested.nested_tensor([torch.ones(2)]), UnsupportedError),
+    ):
+        with pytest.raises(error, match="`memory_mask` must") as caught:
+            Rows.of(mask, 1, 2, name="memory_mask")
+        assert str(caught.value).count("; ") >= 2

@@ -96,6 +96,19 @@ def test_truncate_leaves_all_where_one_refuses():
     assert {layer.lengths for layer in one_kind.layers} == {(300, 300)}
 
 
+def test_a_reorder_that_failed_halfway_is_noticed(monkeypatch):
+    state = grown(plain(), plain())
+    with pytest.raises(ValueOutOfRange, match="`index` must name sequences"):
+        state.reorder([2])
+    state.check(2, B)
+    monkeypatch.setattr(state.layers[1], "reorder", lambda index: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        state.reorder([1, 0])
+    for move in (lambda: state.check(2, B), state.fork, lambda: state.truncate(0)):
+        with pytest.raises(ValueOutOfRange, match="gone through a part of a reorder"):
+            move()
+
+
 def test_truncate_is_refused_where_a_layer_is_recurrent():
     state = StackState([plain(), LinearAttention(8, 2).initial_state(B)])
     with pytest.raises(UnsupportedError, match=r"1 of 2 layers are recurrent .*; keep a fork\(\)"):

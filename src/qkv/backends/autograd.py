@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from qkv.backends.base import Gradients, Incoming, Outcome, Result, Work, pattern_plan, without_autocast
@@ -70,16 +71,18 @@ def gradients_through(
     wanted: Wanted,
     grads: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients that can be differentiated again: autograd through what `compute` makes of the tensors."""
-    # Apart from one another, also where one was made of another, or two are the same.
-    given = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
-    pairs = zip(compute(*given), grads, strict=True)
+    """Gradients that can be differentiated again, where gradients are on: autograd through what `compute` makes."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Apart from one another, also where one was made of another, or two are the same.
+        given = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+        pairs = zip(compute(*given), grads, strict=True)
     linked = [(part, grad) for part, grad in pairs if part.requires_grad and grad is not None]
     if not linked:  # nothing is seen
         return tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in tensors)
     inputs = [tensor for tensor, needed in zip(given, wanted, strict=True) if needed and tensor is not None]
     made, grad_made = zip(*linked, strict=True)
-    found = iter(torch.autograd.grad(made, inputs, grad_made, create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(made, inputs, grad_made, create_graph=again, allow_unused=True))
     return tuple(next(found) if needed else None for needed in wanted)
 
 
@@ -100,6 +103,15 @@ def transformed(tensors: Tensors) -> bool:
 def forward_mode() -> bool:
     """Whether forward-mode differentiation is on; outside it tensors cannot be asked for tangents."""
     return forward_ad._current_level >= 0  # noqa: SLF001 - torch has no public way to ask
+
+
+def in_operations(*grads: Tensor | None) -> bool:
+    """Whether a backward pass must be made of torch's operations: it is differentiated itself, or its incoming
+    gradients stand for many, as of `torch.autograd.grad(is_grads_batched=True)`, which no engine can read.
+    """
+    if torch.is_grad_enabled():
+        return True
+    return any(grad is not None and (is_batchedtensor(grad) or is_legacy_batchedtensor(grad)) for grad in grads)
 
 
 class _Attention(torch.autograd.Function):
@@ -127,8 +139,8 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: recomputing checkpoints allow no more
         tensors, outcome, wanted = Tensors(*saved[:5]), Outcome(*saved[5:]), ctx.needs_input_grad[4:]
         with without_autocast(problem.device):
-            if torch.is_grad_enabled():
-                grads = grad_output, grad_lse
+            grads = grad_output, grad_lse
+            if in_operations(*grads):
                 gradients = differentiable_gradients(problem, tensors, plan, seed, wanted, grads)
             else:
                 if grad_output is None:

@@ -17,7 +17,7 @@ else:
 
 __all__ = ["BUILD_LOG", "MISSING", "check_isa", "native"]
 
-ABI = 3  # of csrc/abi.h
+ABI = 4  # of csrc/abi.h
 BUILD_LOG = Path(__file__).resolve().parents[1] / "native-build.log"  # what a failed build printed; absent otherwise
 
 

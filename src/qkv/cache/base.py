@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, overload
 
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOST = 16  # steps remembered
+
+
+def undoing(cache: Cache) -> AbstractContextManager[None]:
+    """What fails within leaves the cache as it was, also where an `append` or `attend` within it, one, had ended."""
+    return cache._all_or_nothing()  # noqa: SLF001 - a cache's own, for who works on with its answer
+
 
 alone = outside_of_graphs("a cache keeps its state outside of the graph")
 
@@ -311,6 +317,10 @@ class Cache(ABC):
     def _chosen(self, pattern: Pattern | None) -> Pattern | None:
         """The pattern of a call that names none."""
         return pattern
+
+    def check_room(self, lengths: Sequence[int], rows: int) -> None:
+        """Raise ValueOutOfRange where n = `rows` more rows, `lengths` of them real, do not fit."""
+        self._check_room(self._stage(lengths, rows))
 
     @abstractmethod
     def _check_room(self, stage: Stage) -> None:

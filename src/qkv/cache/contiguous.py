@@ -84,6 +84,8 @@ class KVCache(Cache):
         if in_place:
             return tensors._replace(key=self._keys, value=self._values), None
         keys, values = self._logical(key, value, stage)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            keys, values = keys.clone(), values.clone()  # a graph reads them after the next call has written here
         return tensors._replace(key=keys, value=values), None
 
     def _store(self, key: Tensor, value: Tensor, stage: Stage) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from qkv.patterns.expr import NONE, And, Or, PerHead, conj
 from qkv.patterns.leaf import Expr, Extent, Unbound
+from qkv.patterns.leaves.blocks import RandomBlocks
 from qkv.patterns.leaves.keys import Keys, Rows
 from qkv.patterns.leaves.offsets import Offsets
 from qkv.patterns.pattern import Pattern
@@ -41,12 +42,19 @@ def within(lengths: Sequence[int]) -> Pattern:
     return Pattern(Within(tuple(lengths)), f"within({', '.join(map(str, lengths))})")
 
 
-def looks_back(expr: Expr) -> bool:
-    """Whether the tree shows that no query sees a later key."""
+def looks_back(expr: Expr, *, but_for_fixed: bool = False) -> bool:
+    """Whether the tree shows that no query sees a later key; `but_for_fixed`: none but of a set that is the same for
+    all queries, such as a prefix.
+    """
     if isinstance(expr, Offsets):
         return expr.low >= 0
     if isinstance(expr, And):
-        return any(map(looks_back, expr.children))
+        return any(looks_back(child, but_for_fixed=but_for_fixed) for child in expr.children)
     if isinstance(expr, Or | PerHead):
-        return all(map(looks_back, expr.children))
-    return expr is NONE
+        return all(looks_back(child, but_for_fixed=but_for_fixed) for child in expr.children)
+    return expr is NONE or (but_for_fixed and isinstance(expr, Keys))
+
+
+def draws_by_length(expr: Expr) -> bool:
+    """Whether who sees whom is drawn among all keys of a call, so that more keys change it for all queries."""
+    return any(isinstance(leaf, RandomBlocks) and leaf.ahead for leaf in expr.leaves())

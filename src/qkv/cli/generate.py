@@ -11,6 +11,7 @@ import argparse
 import secrets
 import sys
 import unicodedata
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """Write what the model writes; Ctrl-C ends it, and what is written stays."""
     options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "repetition_penalty")}
     Sampling(**options)  # says what is wrong before a model is read
+    if not args.model:  # as a path it would mean the current folder
+        raise ValueOutOfRange(message("the model must be named", "got an empty name", "write . for the current folder"))
     text, seed = _text(args.text), _seed(args.seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(_threads(args.threads, threads))
@@ -63,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
                 _show(piece, plain=args.plain)
         finally:
             _show("\n", plain=args.plain)
-            sys.stderr.write(_summary(writing, seed if args.temperature else None))
+            with suppress(OSError):  # that nobody can be told takes nothing from what is written
+                sys.stderr.write(_summary(writing, seed if args.temperature else None))
     finally:
         torch.set_num_threads(threads)
     return 0

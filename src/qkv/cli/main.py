@@ -2,16 +2,19 @@
 
 A subcommand is one file `cli/<name>.py` with `add_arguments(parser) -> None` and `run(args) -> int`, and one row of
 COMMANDS here. Only the chosen file is imported, so a command may import what it likes at its top. Exit codes: 0 done,
-1 a check that ran and failed, 2 a question that cannot be answered as asked.
+1 a check that ran and failed, 2 a question that cannot be answered as asked, or an answer that could not be written.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol, cast
 
 from qkv.errors import QkvError, unknown_name
@@ -25,6 +28,9 @@ COMMANDS = {
     "show": "draw a pattern in text, with its pairs and density",
     "info": "show versions, instruction sets, devices and backends",
 }
+
+# What the system says when output cannot be written: a full disk or quota, a file too large, a device that fails.
+CANNOT_WRITE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})
 
 
 class Command(Protocol):
@@ -40,16 +46,42 @@ class Command(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (the process's own when None) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         return _dispatch(words)
     except QkvError as error:
-        sys.stderr.write(f"qkv: error: {error}\n")
+        _tell(f"qkv: error: {error}\n")
         return 2
-    except BrokenPipeError:  # the reader of a pipe left, as `head` does: leave nothing to flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of a pipe left, as `head` does
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        _drop_output()
+        _tell(f"qkv: error: what was asked for must be written; got: {error.strerror}; make room, or write elsewhere\n")
+        return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _open_streams() -> None:
+    """A stream that the shell closed (`>&-`) leads nowhere, as if it were /dev/null."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - as long as the program
+
+
+def _drop_output() -> None:
+    """Leave nothing that would be written, and fail again, when the program ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _tell(line: str) -> None:
+    """A line on stderr, where that can be written."""
+    with suppress(OSError):
+        sys.stderr.write(line)
+        sys.stderr.flush()
 
 
 def _dispatch(words: list[str]) -> int:
@@ -58,7 +90,10 @@ def _dispatch(words: list[str]) -> int:
         raise unknown_name("command", name, COMMANDS)
     command = cast(Command, import_module(f"qkv.cli.{name}")) if name in COMMANDS else None
     parser = _parser(name, command)
-    args = parser.parse_args(words)
+    try:
+        args = parser.parse_args(words)
+    finally:
+        sys.stdout.flush()  # of a help text, as below
     if command is None:
         parser.print_help()
         return 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qkv.backends.autograd import Wanted, forward_mode, gradients_through
+from qkv.backends.autograd import Wanted, forward_mode, gradients_through, in_operations
 from qkv.backends.cpu import TYPES, in_memory
 from qkv.backends.extension import MISSING, check_isa
 from qkv.shapes import ORDINARY, values_can_be_seen
@@ -92,7 +92,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         tensors, wanted, operation = ctx.saved_tensors, ctx.needs_input_grad[1:], ctx.operation
-        if torch.is_grad_enabled():
+        if in_operations(*grads):
             return None, *gradients_through(operation.plain, tensors, wanted, grads)
         given = tuple(None if grad is None else in_memory(grad) for grad in grads)
         return None, *operation.gradients(tensors, given, wanted)

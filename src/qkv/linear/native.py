@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qkv.backends.autograd import gradients_through
+from qkv.backends.autograd import gradients_through, in_operations
 from qkv.backends.base import without_autocast
 from qkv.backends.cpu import TYPES, address, fresh, in_memory
 from qkv.backends.extension import MISSING, check_isa, native
@@ -90,7 +90,7 @@ class _Recurrence(torch.autograd.Function):
         streams, (checkpoints, output) = Streams(*saved[:6]), saved[6:]
         wanted = ctx.needs_input_grad[1:]
         with without_autocast(streams.query.device):
-            if torch.is_grad_enabled():
+            if in_operations(grad_output, grad_state):
 
                 def again(*given: Tensor | None) -> Outcome:
                     return chunked.answer(recurrence, Streams(*given))  # type: ignore[arg-type]

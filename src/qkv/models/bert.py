@@ -24,7 +24,7 @@ from qkv.nn.context import Context
 from qkv.nn.feed_forward import FeedForward
 from qkv.nn.ids import check_ids
 from qkv.nn.multihead_attention import MultiheadAttention
-from qkv.nn.rows import Rows
+from qkv.nn.rows import Rows, check_aux
 from qkv.patterns.pattern import Pattern
 from qkv.types import AuxOutput, AuxRequest
 
@@ -148,12 +148,13 @@ class Bert(PretrainedModel):
         Raises ShapeError, DTypeError, MaskError and ValueOutOfRange before any work.
         """
         x, rows = self._enter(ids, attention_mask, token_types)
+        check_aux(return_aux, rows)
         context = Context(lengths=rows.lengths, pattern=pattern, aux=return_aux, backend=backend)
         seen = []
         for layer in self.layers:
             x, aux = layer(x, context)
-            if aux is not None:
-                seen.append(rows.back_aux(aux))
+            if aux is not None and return_aux is not None:
+                seen.append(rows.back_aux(aux, chosen=return_aux.weights))
         pooled = None if self.pooler is None else torch.tanh(self.pooler(x[:, 0]))
         return BertOutput(rows.back(x), pooled, None if return_aux is None else tuple(seen))
 

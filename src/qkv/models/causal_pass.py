@@ -12,9 +12,9 @@ from qkv.models.output import ModelOutput, check_labels, next_token_loss
 from qkv.nn.context import Context
 from qkv.nn.ids import check_ids
 from qkv.nn.products import matrix_product
-from qkv.nn.rows import Rows
-from qkv.nn.stack_state import StackState
-from qkv.types import AuxOutput
+from qkv.nn.rows import Rows, check_aux
+from qkv.nn.stack_state import StackState, read_state
+from qkv.types import AuxOutput, AuxRequest
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +41,7 @@ class CausalPass:
         labels: Tensor | None,
         state: StackState | None,
         last_only: bool,
+        return_aux: AuxRequest | None,
         longest: int | None = None,
     ) -> CausalPass:
         """Check what a caller gave, before any work; `longest` bounds a sequence that has learned positions."""
@@ -51,8 +52,9 @@ class CausalPass:
                 raise ShapeError(message("`last_only` leaves no logits for `labels`", seen, "ask for one of the two"))
             check_labels(labels, tuple(ids.shape), vocabulary)
         if state is not None:
-            state.check(layers, ids.shape[0])
+            read_state(state).check(layers, ids.shape[0])
         rows = Rows.of(attention_mask, *ids.shape)
+        check_aux(return_aux, rows)
         starts = None if state is None else state.lengths
         if longest is not None:
             _check_length(rows, starts, longest)
@@ -74,10 +76,11 @@ class CausalPass:
         keys = None  # of the weights to return: with a state they stand at their positions, else where the ids stand
         if self.state is not None:
             keys = Rows(self.rows.batch, max(_ends(self.rows, self.state.lengths), default=0))
+            self.state.begin(layers, x, self.rows.lengths)
         for layer, context, state in zip(layers, told, states, strict=True):
             x, aux = layer(x, context, state)
-            if aux is not None:
-                self.seen.append(self.rows.back_aux(aux, keys))
+            if aux is not None and context.aux is not None:
+                self.seen.append(self.rows.back_aux(aux, keys, context.aux.weights))
         return x
 
     def leave(self, x: Tensor, norm: nn.Module, head: Tensor) -> ModelOutput:
@@ -85,6 +88,8 @@ class CausalPass:
         hidden = norm(self.rows.last(x)) if self.last_only else self.rows.back(norm(x))
         logits = matrix_product(hidden, head)
         loss = None if self.labels is None else next_token_loss(logits, self.labels, self.keep)
+        if self.state is not None:
+            self.state.settle()
         return ModelOutput(hidden, logits, loss, tuple(self.seen) if self.seen else None)
 
 

@@ -63,7 +63,7 @@ class Generates:
         what is new follows the prompt at once) or on the right. What follows stands from column L on.
         temperature, top_k, top_p, repetition_penalty: see `Sampling`; temperature 0 takes the most probable token.
         stop: tokens that end a row and are its last; None takes `config.end_ids`, () ends no row. A row that ended is
-        filled with `config.pad_id` (its first stop token where the config has none) and leaves the computation. It
+        filled with `config.pad_id` (its first stop token where that is no token) and leaves the computation. It
         ends early when all rows have ended.
         generator: where the random numbers come from, torch's default one if None: one number a row a token, for rows
         that have ended too, so what a row says does not depend on the others. A row alone gets the same tokens as in a
@@ -286,5 +286,6 @@ def _stop_ids(config: Any, stop: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _pad_id(config: Any, stop: tuple[int, ...]) -> int:
-    """What fills rows that ended."""
-    return int(config.pad_id if config.pad_id is not None else stop[0] if stop else 0)
+    """What fills rows that ended: the first that is a token, since some files say -1 where there is no padding."""
+    named = (config.pad_id, *stop, 0)
+    return next(int(token) for token in named if token is not None and 0 <= token < config.vocabulary)

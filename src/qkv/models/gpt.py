@@ -194,6 +194,7 @@ class GPT(Generates, PretrainedModel):
             labels=labels,
             state=state,
             last_only=last_only,
+            return_aux=return_aux,
             longest=self.config.positions,
         )
         x = self.embedding(run.ids, run.positions)

@@ -241,6 +241,7 @@ class Hybrid(PretrainedModel, Generates):
             labels=labels,
             state=state,
             last_only=last_only,
+            return_aux=return_aux,
         )
         x = self.embedding(run.ids)
         lengths = run.rows.lengths

@@ -27,6 +27,7 @@ from qkv.models.files.config_file import Fields
 from qkv.models.generation import Generates
 from qkv.models.output import ModelOutput
 from qkv.models.published import llama as files
+from qkv.models.published import llama_gguf
 from qkv.models.sizes import check_dropouts, check_multiple, check_positive, check_sizes
 from qkv.nn.context import Context
 from qkv.nn.embedding import Embedding
@@ -200,6 +201,7 @@ class Llama(Generates, PretrainedModel):
             labels=labels,
             state=state,
             last_only=last_only,
+            return_aux=return_aux,
         )
         x = self.embedding(run.ids)
         rotation = self.rotary.angles(run.positions, x.dtype)
@@ -221,11 +223,11 @@ class Llama(Generates, PretrainedModel):
 
     @classmethod
     def gguf_config(cls, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> LlamaConfig:
-        return LlamaConfig(**files.read_gguf_fields(metadata, shapes))
+        return LlamaConfig(**llama_gguf.read_fields(metadata, shapes))
 
     @staticmethod
     def gguf_names(config: LlamaConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return files.own_names_of_gguf(config, tensors)
+        return llama_gguf.own_names(config, tensors)
 
     @torch.no_grad()
     def _draw_weights(self) -> None:

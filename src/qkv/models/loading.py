@@ -34,7 +34,11 @@ WITH_HEADS: dict[str, type[PretrainedModel]] = {
 
 
 def from_pretrained(
-    path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, verify: bool = True
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    tokenizer: bool = True,
 ) -> PretrainedModel:
     """The model in a folder or a GGUF file, of the class that its config.json names, in eval mode.
 
@@ -42,11 +46,12 @@ def from_pretrained(
     """
     gguf = find_gguf(Path(path))
     if gguf is not None:
-        return Llama.from_gguf(gguf, dtype=dtype)
+        return Llama.from_gguf(gguf, dtype=dtype, tokenizer=tokenizer)
     fields = Fields.read(Path(path) / "config.json")
     kind = fields.text("model_type")
     if kind not in KINDS:
         fields.refuse("model_type", f"one of {', '.join(sorted(KINDS))}", "choose a model of one of these kinds")
     heads = [WITH_HEADS[name] for name in fields.texts("architectures", ()) if name in WITH_HEADS]
     fitting = [one for one in heads if one.Config is KINDS[kind].Config]
-    return (fitting or [KINDS[kind]])[0].from_pretrained(path, dtype=dtype, verify=verify)
+    chosen = (fitting or [KINDS[kind]])[0]
+    return chosen.from_pretrained(path, dtype=dtype, verify=verify, tokenizer=tokenizer)

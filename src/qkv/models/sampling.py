@@ -15,6 +15,7 @@ from qkv.cache.arguments import read_size
 from qkv.errors import DTypeError, ValueOutOfRange, message
 
 COLDEST = 1e-6  # the least temperature: float32 holds logits divided by it
+MILDEST, HARSHEST = 1e-6, 1e6  # the penalty: float32 holds logits divided and multiplied by it
 FEW, WIDER = 64, 16  # how many tokens top_p looks at first, and how many times as many next, before it takes all
 
 
@@ -43,8 +44,8 @@ class Sampling:
         if self.temperature != 0 and self.temperature < COLDEST:
             holds = f"`temperature` must be 0 or at least {COLDEST:g}"
             raise _refused(holds, self.temperature, "0 takes the most probable token")
-        if self.repetition_penalty <= 0:
-            holds = "`repetition_penalty` must be above 0"
+        if not MILDEST <= self.repetition_penalty <= HARSHEST:
+            holds = f"`repetition_penalty` must lie in {MILDEST:g} .. {HARSHEST:g}"
             raise _refused(holds, self.repetition_penalty, "1 changes nothing, 1.2 is usual")
         if self.top_k is not None:
             read_size("top_k", self.top_k, 1)

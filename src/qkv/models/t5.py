@@ -37,8 +37,8 @@ from qkv.nn.ids import check_ids
 from qkv.nn.multihead_attention import MultiheadAttention
 from qkv.nn.norm import RMSNorm
 from qkv.nn.relative import T5RelativeBias
-from qkv.nn.rows import Rows
-from qkv.nn.stack_state import StackState
+from qkv.nn.rows import Rows, check_aux
+from qkv.nn.stack_state import StackState, read_state
 from qkv.patterns import causal
 from qkv.patterns.pattern import Pattern
 from qkv.patterns.text import parse
@@ -251,14 +251,15 @@ class T5(Generates, PretrainedModel):
         """Read the source, ids (B, S). Arguments and errors as of `forward`."""
         check_ids("ids", ids, count=self.config.vocabulary)
         rows = Rows.of(attention_mask, *ids.shape)
+        check_aux(return_aux, rows)
         stack = self.encoder
         context = Context(lengths=rows.lengths, pattern=pattern, aux=return_aux, backend=backend, bias=stack.relative())
         x = self.embedding(rows.front(ids))
         seen: list[AuxOutput] = []
         for layer in stack.layers:
             x, aux = layer(x, context)
-            if aux is not None:
-                seen.append(rows.back_aux(aux))
+            if aux is not None and return_aux is not None:
+                seen.append(rows.back_aux(aux, chosen=return_aux.weights))
         return Memory(stack.leave(x), rows, None if return_aux is None else tuple(seen))
 
     def decode(
@@ -280,22 +281,28 @@ class T5(Generates, PretrainedModel):
         """
         check_ids("decoder_ids", decoder_ids, count=self.config.vocabulary)
         stack, rows = self.decoder, Rows.of(decoder_mask, *decoder_ids.shape)
+        check_aux(return_aux, rows)
         cross, source = self._over(memory, state, rows.batch)
         caches = [None] * len(stack.layers) if state is None else state.layers
         held = None if state is None else Rows(rows.batch, state.length + rows.length)
         context = Context(lengths=rows.lengths, aux=return_aux, backend=backend, bias=stack.relative())
         over = Context(aux=return_aux, backend=backend)
         y = self.embedding(rows.front(decoder_ids))
+        if state is not None:
+            state.begin(stack.layers, y, rows.lengths)
         seen: list[AuxOutput] = []
         seen_over: list[AuxOutput] = []
         for layer, cache, keys in zip(stack.layers, caches, cross, strict=True):
             y, aux, cross_aux = layer(y, context, cache, over, keys)
-            if aux is not None:
-                seen.append(rows.back_aux(aux, held))
-                seen_over.append(rows.back_aux(cross_aux, source))
+            if return_aux is not None:
+                seen.append(rows.back_aux(aux, held, return_aux.weights))
+                seen_over.append(rows.back_aux(cross_aux, source, return_aux.weights))
         hidden = stack.leave(rows.last(y)) if last_only else rows.back(stack.leave(y))
         told = (None, None) if return_aux is None else (tuple(seen), tuple(seen_over))
-        return T5Output(hidden, self._logits(hidden), None, *told)
+        out = T5Output(hidden, self._logits(hidden), None, *told)
+        if state is not None:
+            state.settle()
+        return out
 
     def initial_state(self, batch: int, max_length: int, memory: Memory | None = None) -> StackState:
         """A state for targets of at most max_length tokens, with the keys and values of a source, made once.
@@ -353,7 +360,7 @@ class T5(Generates, PretrainedModel):
     def _over(self, memory: Memory | None, state: StackState | None, batch: int) -> tuple[Sequence[Keys], Rows | None]:
         """The keys of the source for each layer, and where its real tokens stand."""
         if state is not None and memory is None:
-            state.check(len(self.decoder.layers), batch)
+            read_state(state).check(len(self.decoder.layers), batch)
             if state.cross is None:
                 seen = "got one without keys of a source"
                 raise ValueOutOfRange(message("`state` must be of this model", seen, "make it with initial_state"))

@@ -262,6 +262,9 @@ class ViTForImageClassification(PretrainedModel):
         labels: integers (B,), the number of each image's class, -100 where it does not count. The other arguments are
         those of `ViT`.
         """
+        if labels is not None and len(self.config.classes) < 2:
+            holds = "a model must have at least two classes for `labels` to choose from"
+            raise ValueOutOfRange(message(holds, f"got {len(self.config.classes)}", "take your loss from the logits"))
         encoded = self.vit(pixels, interpolate=interpolate, return_aux=return_aux, backend=backend)
         logits = self.classifier(encoded.hidden[:, 0])
         loss = None if labels is None else token_loss(logits, labels)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.cache.base import Cache
+from qkv.cache.within import draws_by_length, looks_back
 from qkv.dispatch import BACKENDS
 from qkv.errors import DTypeError, ShapeError, UnsupportedError, ValueOutOfRange, message, unknown_name
 from qkv.inputs import read_pattern
@@ -16,7 +17,7 @@ from qkv.nn.attention_state import Keys
 from qkv.nn.rotary import Rotary
 from qkv.patterns.pattern import Pattern
 from qkv.scores import Alibi, Relative
-from qkv.shapes import describe, dtype_name
+from qkv.shapes import check_dense, describe, dtype_name
 
 Bias: TypeAlias = Tensor | Alibi | Relative
 BIAS_HOLDS = "`bias` must be a tensor, alibi(slopes), relative(table), or a module whose forward() gives one of them"
@@ -29,10 +30,21 @@ def read_own_pattern(pattern: object) -> Pattern | None:
 
 def read_own_bias(bias: object) -> Bias | nn.Module | None:
     """What is added to the scores, or a module whose forward() gives it."""
-    if bias is None or isinstance(bias, Tensor | Alibi | Relative | nn.Module):
+    if bias is None or isinstance(bias, nn.Module | nn.Parameter):
+        return bias
+    if isinstance(bias, Tensor | Alibi | Relative):
+        numbers = bias.table if isinstance(bias, Relative) else bias.slopes if isinstance(bias, Alibi) else bias
+        if isinstance(numbers, Tensor) and numbers.requires_grad:
+            holds = "a `bias` that is learned must be a parameter or a module, to be among the layer's parameters"
+            remedy = "give nn.Parameter(tensor), or a module such as T5RelativeBias or AlibiBias; else detach it"
+            raise UnsupportedError(message(holds, f"got {_kind(bias)} that requires a gradient", remedy))
         return bias
     remedy = "say projection_bias for those of the projections" if isinstance(bias, bool) else "make one of these"
     raise DTypeError(message(BIAS_HOLDS, f"got {bias!r}", remedy))
+
+
+def _kind(bias: Tensor | Alibi | Relative) -> str:
+    return f"the tensor {describe(bias)}" if isinstance(bias, Tensor) else str(bias)
 
 
 def read_rotary(rotary: object, head_dim: int) -> Rotary | None:
@@ -59,10 +71,12 @@ def check_rows(name: str, x: object, width: int, projection: nn.Module) -> None:
     """Raise unless x is (B, L, width), in a type that its projection reads."""
     if not isinstance(x, Tensor):
         raise DTypeError(message(f"`{name}` must be a tensor", f"got {type(x).__name__}", "pass a torch.Tensor"))
+    if x.layout is not torch.strided or x.is_nested:
+        check_dense(name, x)
     if x.ndim != 3 or x.shape[2] != width:
         remedy = "a single sequence is x[None]" if x.ndim == 2 else "the last axis is the width that the layer reads"
         raise ShapeError(message(f"`{name}` must be (B, L, {width})", f"got {describe(x)}", remedy))
-    weight = projection.weight
+    weight = getattr(projection, "weight", None)  # one that was put there may keep it elsewhere, or none
     if isinstance(weight, Tensor) and x.dtype != weight.dtype and not _may_differ(x, weight):
         holds = f"`{name}` must have the type of the layer's weights, {dtype_name(weight.dtype)}"
         remedy = f"cast it with .to(torch.{dtype_name(weight.dtype)}), or the layer, or call under torch.autocast"
@@ -95,6 +109,24 @@ def check_lengths(lengths: Sequence[int], batch: int, rows: int) -> None:
         holds = f"`lengths` of the context must be {batch} numbers in 0 .. {rows}, one a sequence"
         seen = f"got {tuple(lengths)}"
         raise ShapeError(message(holds, seen, "take those of Rows.of(attention_mask, B, L), made for this call"))
+
+
+def check_drawn(pattern: Pattern | None, what: str) -> None:
+    """Raise where who sees whom is drawn anew for each length: a sequence would then depend on those beside it."""
+    if pattern is None or torch.compiler.is_compiling() or not draws_by_length(pattern.expr):
+        return
+    holds = f"a pattern that draws among all keys of a call must meet sequences of one length, not {what}"
+    remedy = "leave padding out, or draw among earlier blocks alone: random_blocks(count, size, seed), without ahead"
+    raise UnsupportedError(message(holds, f"got {pattern}", remedy))
+
+
+def check_steps(pattern: Pattern | None) -> None:
+    """Raise unless queries that come one by one see what they see all at once."""
+    if pattern is None or not looks_back(pattern.expr, but_for_fixed=True):
+        holds = "a layer that goes token by token must have a pattern that shows no later token"
+        remedy = "give the layer pattern=causal()" + ("" if pattern is None else f" & ({pattern})")
+        raise UnsupportedError(message(holds, f"got pattern={pattern}", remedy))
+    check_drawn(pattern, "one that grows")
 
 
 def check_state(state: object, batch: int, dropout_p: float) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkv.cache import KVCache, RollingKVCache
 from qkv.cache.arguments import read_size
 from qkv.cache.base import Cache
 from qkv.cache.rolling import PAGE
 from qkv.patterns.pattern import Pattern
+from qkv.shapes import FLOATS
 
 
 class Keys(NamedTuple):
@@ -38,6 +39,14 @@ def cache_for(
     return RollingKVCache.for_pattern(
         pattern, batch, heads, head_dim, dtype=dtype, device=device, max_length=max_length
     )
+
+
+def type_and_device(*modules: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """Those of the first parameter with numbers to compute in; torch's own where there is none, as once quantised."""
+    for parameter in (one for module in modules for one in module.parameters()):
+        if parameter.dtype in FLOATS:
+            return parameter.dtype, parameter.device
+    return torch.get_default_dtype(), torch.get_default_device()
 
 
 def _lets_go(pattern: Pattern, length: int) -> bool:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from qkv.errors import ShapeError, ValueOutOfRange, message
+from qkv.nn.attention_checks import check_rows
 from qkv.nn.attention_state import Keys
 from qkv.nn.multihead_attention import MultiheadAttention
 from qkv.nn.rows import Rows
-from qkv.nn.stack import check_stream, entered
+from qkv.nn.stack import entered
 from qkv.nn.stack_state import StackState
 
 
@@ -37,10 +38,10 @@ def keys_of_memory(
     if memory is None:
         remedy = "pass it to forward or to initial_state, or make the layers with cross_attention=False"
         raise ValueOutOfRange(message("layers with cross-attention must be given a `memory`", "got none", remedy))
-    check_stream("memory", memory, attentions[0].key_dim)
+    check_rows("memory", memory, attentions[0].key_dim, attentions[0].k_proj)
     if memory.shape[0] != batch:
         seen = f"got {memory.shape[0]} for a batch of {batch}"
         raise ShapeError(message("`memory` must have a row for each sequence", seen, "repeat or choose its rows"))
-    rows = Rows.of(memory_mask, *memory.shape[:2])
+    rows = Rows.of(memory_mask, *memory.shape[:2], name="memory_mask")
     memory = entered(rows, memory)
     return [one.keys_of(memory, lengths=rows.lengths) for one in attentions], rows

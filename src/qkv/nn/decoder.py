@@ -15,12 +15,15 @@ from qkv.nn.attention_state import Keys
 from qkv.nn.context import Context
 from qkv.nn.cross_keys import keys_of_memory
 from qkv.nn.layer_state import LayerState
-from qkv.nn.mixer import Choice, mix
+from qkv.nn.mixer import Choice, backend_of_each, mix, softmax_told
 from qkv.nn.multihead_attention import MultiheadAttention
-from qkv.nn.residual import LayerOptions, ResidualLayer, stream_norm
-from qkv.nn.rows import Rows
-from qkv.nn.stack import Stack, check_aux, check_stream, choices, context_of, entered, placed
-from qkv.nn.stack_state import StackState
+from qkv.nn.norm import make_norm
+from qkv.nn.residual import LayerOptions, ResidualLayer, in_full
+from qkv.nn.rows import Rows, check_aux
+from qkv.nn.stack import Stack, check_stream, choices, context_of, entered, options_of_each, placed
+from qkv.nn.stack_state import StackState, read_state
+from qkv.patterns.arguments import one_flag
+from qkv.shapes import describe
 from qkv.types import AuxOutput, AuxRequest
 
 if TYPE_CHECKING:
@@ -89,37 +92,34 @@ class Decoding(nn.Module, ABC):
         Raises ShapeError, DTypeError, MaskError, ValueOutOfRange or UnsupportedError before any work.
         """
         layers, final_norm = self.stacked()
-        check_stream("x", x, self.dim)
+        check_stream(x, layers[0])
         rows = Rows.of(attention_mask, *x.shape[:2])
         if state is not None:
-            state.check(len(layers), x.shape[0])
+            read_state(state).check(len(layers), x.shape[0])
         keys, memory_rows = keys_of_memory(_crossing(layers), x.shape[0], memory, memory_mask, state)
         check_aux(return_aux, *(one for one in (rows, memory_rows) if one is not None))
         x = entered(rows, x)
         context = context_of(layers, rows, x, None if state is None else state.lengths, return_aux)
+        if state is not None:
+            state.begin(layers, x, rows.lengths)
         told = []
         for number, layer in enumerate(layers):
             own = None if state is None else state.layers[number]
             x, of_layer = layer.run(x, context, own, None if keys is None else keys[number])
             told.append(of_layer)
         y = rows.back(x if final_norm is None else final_norm(x))
-        if return_aux is None:
-            return y
-        own_rows = rows if state is None else Rows(rows.batch, state.length)  # keys stand by their positions there
-        aux = tuple(placed(one.attention, rows, own_rows) for one in told)
-        if memory_rows is None:
-            return y, aux
-        return y, aux, tuple(placed(one.cross_attention, rows, memory_rows) for one in told)
+        seen = () if return_aux is None else _seen(told, return_aux, rows, state, memory_rows)
+        if state is not None:
+            state.settle()
+        return y if return_aux is None else (y, *seen)
 
     @torch.no_grad()
     def step(self, x: Tensor, state: StackState) -> tuple[Tensor, StackState]:
         """One token of every sequence, x (B, dim): (y (B, dim), state), the state advanced in place. No gradients."""
-        if x.ndim != 2:
-            seen = f"got {tuple(x.shape)}"
-            raise ShapeError(
-                message(f"`x` must be one token of each sequence, (B, {self.dim})", seen, "or use forward")
-            )
-        return self.forward(x[:, None], state=state)[:, 0], state
+        if not isinstance(x, Tensor) or x.ndim != 2:
+            holds = f"`x` must be one token of each sequence, (B, {self.dim})"
+            raise ShapeError(message(holds, f"got {describe(x)}", "forward takes more than one, (B, L, dim)"))
+        return self.forward(x[:, None], state=read_state(state))[:, 0], state
 
     @torch.no_grad()
     def initial_state(
@@ -155,7 +155,8 @@ class DecoderLayer(Decoding, ResidualLayer):
     `attention=None` is `causal()`; every linear variant fits. A pattern is taken as it is: one that shows a later
     token, as `causal() | prefix(8)` does, shows of it what a call holds.
 
-    The `state_dict` of torch.nn.TransformerDecoderLayer loads as it is.
+    The `state_dict` of torch.nn.TransformerDecoderLayer loads as it is. It does not tell how a layer was made, and
+    torch's defaults are activation="relu" and norm_first=False: say those that the weights are of.
     """
 
     causal: ClassVar[bool] = True
@@ -180,24 +181,28 @@ class DecoderLayer(Decoding, ResidualLayer):
         memory_dim: int | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(dim, heads, hidden, attention=attention, **options)
+        told, crossing = in_full(options), one_flag("cross_attention", cross_attention)
+        kinds: list[list[Choice]] = [[attention], [None]] if crossing else [[attention]]
+        own_backend, *of_cross = backend_of_each(told["backend"], kinds)
+        own: LayerOptions = {**options, "backend": own_backend}
+        super().__init__(dim, heads, hidden, attention=attention, **own)
         self.cross_attention: MultiheadAttention | None = None
         self.cross_attention_norm: nn.Module | None = None
-        if cross_attention:
-            bias = options.get("bias", True)
-            told = {"projection_bias": bias, **(options.get("softmax_options") or {})}
+        if crossing:
+            of_softmax = softmax_told(
+                told["softmax_options"],
+                attention_dropout=told["attention_dropout"],
+                bias=told["bias"],
+                backend=of_cross[0],
+            )
             self.cross_attention = MultiheadAttention(
                 dim,
                 heads,
                 key_dim=memory_dim,
                 value_dim=memory_dim,
-                attention_dropout=options.get("attention_dropout", 0.0),
-                backend=options.get("backend", "auto"),
-                **{name: value for name, value in told.items() if name not in OF_ORDER},
+                **{name: value for name, value in of_softmax.items() if name not in OF_ORDER},
             )
-            self.cross_attention_norm = stream_norm(
-                options.get("norm", "layer"), dim, options.get("norm_eps"), bias=bias
-            )
+            self.cross_attention_norm = make_norm(told["norm"], dim, told["norm_eps"], bias=told["bias"])
         elif memory_dim is not None:
             seen = f"got {memory_dim} and cross_attention=False"
             raise ValueOutOfRange(message("`memory_dim` is the width of what cross-attention reads", seen, "drop it"))
@@ -236,7 +241,7 @@ class Decoder(Decoding, Stack):
     is shared by the layers.
 
     First values: those of `ResidualLayer`, drawn for each layer.
-    The `state_dict` of torch.nn.TransformerDecoder loads as it is.
+    The `state_dict` of torch.nn.TransformerDecoder loads as it is; torch's defaults are others, as `DecoderLayer` says.
 
     >>> import torch
     >>> decoder = Decoder(2, 16, 4, attention="retention", cross_attention=False).eval()
@@ -259,17 +264,19 @@ class Decoder(Decoding, Stack):
         final_norm: bool | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
+        chosen = choices(attention, layers)
+        crossing = one_flag("cross_attention", cross_attention)
         made = [
             DecoderLayer(
                 dim,
                 heads,
                 hidden,
                 attention=one,
-                cross_attention=cross_attention,
+                cross_attention=crossing,
                 memory_dim=memory_dim,
-                **options,
+                **told,
             )
-            for one in choices(attention, layers)
+            for one, told in zip(chosen, options_of_each(options, chosen, cross=crossing), strict=True)
         ]
         super().__init__(made, dim, final_norm, **options)
 
@@ -280,3 +287,14 @@ class Decoder(Decoding, Stack):
 def _crossing(layers: Sequence[DecoderLayer]) -> list[MultiheadAttention]:
     """The cross-attention of each layer that has one."""
     return [layer.cross_attention for layer in layers if layer.cross_attention is not None]
+
+
+def _seen(
+    told: Sequence[LayerAux], asked: AuxRequest, rows: Rows, state: StackState | None, memory: Rows | None
+) -> tuple[tuple[AuxOutput, ...], ...]:
+    """What the attentions of each layer told, and where there is a memory those over it, as they came in."""
+    own = rows if state is None else Rows(rows.batch, state.length)  # keys stand by their positions there
+    aux = tuple(placed(one.attention, asked, rows, own) for one in told)
+    if memory is None:
+        return (aux,)
+    return aux, tuple(placed(one.cross_attention, asked, rows, memory) for one in told)

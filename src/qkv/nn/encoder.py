@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from qkv.nn.context import Context
 from qkv.nn.mixer import Choice, mix
 from qkv.nn.residual import LayerOptions, ResidualLayer
-from qkv.nn.rows import Rows
-from qkv.nn.stack import Stack, check_aux, check_stream, choices, context_of, entered, placed
+from qkv.nn.rows import Rows, check_aux
+from qkv.nn.stack import Stack, check_stream, choices, context_of, entered, options_of_each, placed
 from qkv.types import AuxOutput, AuxRequest
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ class EncoderLayer(ResidualLayer):
     The arguments and first values are those of `ResidualLayer`. `attention=None` sees all tokens; of the linear
     variants "linear" alone fits, which then reads both ways. The others read from left to right and are refused.
 
-    The `state_dict` of torch.nn.TransformerEncoderLayer loads as it is.
+    The `state_dict` of torch.nn.TransformerEncoderLayer loads as it is. It does not tell how a layer was made, and
+    torch's defaults are activation="relu" and norm_first=False: say those that the weights are of.
     """
 
     causal: ClassVar[bool] = False
@@ -65,7 +66,7 @@ class Encoder(Stack):
     `softmax_options`, such as a rotary or a table of relative biases, is shared by the layers.
 
     First values: those of `ResidualLayer`, drawn for each layer.
-    The `state_dict` of torch.nn.TransformerEncoder loads as it is.
+    The `state_dict` of torch.nn.TransformerEncoder loads as it is; torch's defaults are others, as `EncoderLayer` says.
 
     >>> import torch
     >>> encoder = Encoder(2, 16, 4, attention="window(1, 1)")
@@ -84,7 +85,11 @@ class Encoder(Stack):
         final_norm: bool | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        made = [EncoderLayer(dim, heads, hidden, attention=one, **options) for one in choices(attention, layers)]
+        chosen = choices(attention, layers)
+        made = [
+            EncoderLayer(dim, heads, hidden, attention=one, **told)
+            for one, told in zip(chosen, options_of_each(options, chosen), strict=True)
+        ]
         super().__init__(made, dim, final_norm, **options)
 
     @overload
@@ -116,7 +121,7 @@ def _encoded(
     return_aux: AuxRequest | None,
 ) -> tuple[Tensor, tuple[AuxOutput, ...]]:
     """The layers in turn, between the doors."""
-    check_stream("x", x, layers[0].dim)
+    check_stream(x, layers[0])
     rows = Rows.of(attention_mask, *x.shape[:2])
     check_aux(return_aux, rows)
     x = entered(rows, x)
@@ -126,4 +131,4 @@ def _encoded(
         x, aux = layer.run(x, context)
         told.append(aux)
     y = rows.back(x if final_norm is None else final_norm(x))
-    return y, () if return_aux is None else tuple(placed(one, rows, rows) for one in told)
+    return y, () if return_aux is None else tuple(placed(one, return_aux, rows, rows) for one in told)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv.attention import attention
-from qkv.cache.base import Cache
+from qkv.cache.base import Cache, undoing
 from qkv.inputs import read_dropout, read_scale, read_softcap
 from qkv.nn.attention_checks import (
     Bias,
@@ -17,27 +17,28 @@ from qkv.nn.attention_checks import (
     check_alike,
     check_backend,
     check_cross,
+    check_drawn,
     check_itself,
     check_keys,
     check_lengths,
     check_rows,
     check_state,
+    check_steps,
     check_token,
     check_torch_arguments,
     read_own_bias,
     read_own_pattern,
     read_rotary,
 )
-from qkv.nn.attention_state import Keys, cache_for
+from qkv.nn.attention_state import Keys, cache_for, type_and_device
 from qkv.nn.context import Context
 from qkv.nn.projections import Projections, QKNorm, Sizes
 from qkv.nn.rotary import Rotary, Rotation
 from qkv.nn.rows import Rows
 from qkv.nn.torch_masks import CallSizes, read_masks
+from qkv.patterns.arguments import one_flag
 from qkv.patterns.pattern import Pattern
 from qkv.types import AuxOutput, AuxRequest
-
-_PLAIN = Context()
 
 
 class MultiheadAttention(Projections):
@@ -46,10 +47,12 @@ class MultiheadAttention(Projections):
     dim: width of x, and of y. heads: H. kv_heads: heads of keys and values, G, of which each serves H / G query heads;
         None: H. head_dim: width of a head, D; None: dim / heads. key_dim, value_dim: widths of what keys and values are
         made from, where that is another sequence; None: dim.
-    pattern: which keys a query may see; None: all. A layer that decodes needs a causal one, such as `causal()`.
+    pattern: which keys a query may see; None: all. A layer that decodes needs one that shows no later token, such as
+        `causal()`, or beside it a prefix, whose tokens must come in one call. Its positions, and those of tensors in it
+        (`documents(ids)`, `mask(keep)`), count real tokens, wherever padding stands.
     bias: added to the scores: what `qkv.attention` takes, or a module whose forward() gives it, as `T5RelativeBias`
         and `AlibiBias` do. It lies beside the layer's weights where it is a module or an nn.Parameter; any other tensor
-        moves with the layer but is not saved, and an `alibi` or `relative` value is used as it is.
+        moves with the layer but is not saved, and an `alibi` or `relative` value is used as it is; neither is learned.
     rotary: turns q and k by their positions, in self-attention. qk_norm: an RMS norm of q and k before that, over each
         head ("head", weights of width D) or over all at once ("model", widths H·D and G·D), with norm_eps.
     sinks: whether each head has a learned logit without a value. scale: of the scores, 1/√D by default. softcap: bounds
@@ -59,7 +62,8 @@ class MultiheadAttention(Projections):
 
     `attend` is what layers and models call; calling the layer itself follows torch.nn.MultiheadAttention, whose
     state_dict `load_state_dict` takes too. Its add_zero_attn=True is `sinks=True`, whose logits start at 0: a key of
-    zeros has score 0, and a value of zeros adds nothing. Its add_bias_kv has no equal here.
+    zeros has score 0, and a value of zeros adds nothing; no tensor tells of it, so that torch's names bring sinks 0.
+    Its add_bias_kv has no equal here.
 
     First values: the weights of each projection by Glorot's uniform rule, ±√(6 / (inputs + outputs)), biases and sinks
     0, norms 1. That is how torch starts q, k and v that have weights of their own. Where it packs the three, it takes
@@ -99,7 +103,8 @@ class MultiheadAttention(Projections):
         output_bias: bool | None = None,
         backend: str = "auto",
     ) -> None:
-        out_bias = projection_bias if output_bias is None else output_bias
+        projection_bias = one_flag("projection_bias", projection_bias)
+        out_bias = projection_bias if output_bias is None else one_flag("output_bias", output_bias)
         sizes = Sizes.read(dim, heads, kv_heads, head_dim, key_dim, value_dim)
         super().__init__(sizes, qk_norm, norm_eps, projection_bias=projection_bias, output_bias=out_bias)
         check_backend(backend)
@@ -114,30 +119,32 @@ class MultiheadAttention(Projections):
             self.register_buffer("bias", bias, persistent=False)
         else:
             self.bias = bias
-        self.sinks = nn.Parameter(torch.zeros(self.heads)) if sinks else None
+        self.sinks = nn.Parameter(torch.zeros(self.heads)) if one_flag("sinks", sinks) else None
 
     def attend(
-        self, x: Tensor, context: Context = _PLAIN, *, state: Cache | None = None, keys: Keys | None = None
+        self, x: Tensor, context: Context | None = None, *, state: Cache | None = None, keys: Keys | None = None
     ) -> tuple[Tensor, AuxOutput | None]:
         """The layer over x (B, L, dim): y (B, L, dim), and what `context.aux` asks for.
 
         Self-attention, or attention over `keys`, which `keys_of` made of another sequence. In rows of padding y has no
         meaning.
-
         state: what went before, from `initial_state`; the keys and values of x are appended to it, and an error leaves
             it as it was. No gradient reaches keys and values through it, and no dropout acts on them.
 
         Raises the errors of `qkv.errors`.
         """
+        context = Context() if context is None else context
         check_rows("x", x, self.dim, self.q_proj)
         if context.lengths is not None:
             check_lengths(context.lengths, *x.shape[:2])
         if keys is not None:
             check_keys(keys, state)
+            check_drawn(None if keys.lengths is None else context.visible(self.pattern), "padded keys")
             query = self.queries(x)
             pattern = context.over(self.pattern, keys.lengths)
             return self._answer(query, keys.key, keys.value, pattern, self._added(context), context)
         check_itself(self.dim, self.key_dim, self.value_dim)
+        check_drawn(None if context.lengths is None else context.visible(self.pattern), "padded ones")
         if state is not None:
             check_state(state, x.shape[0], self.attention_dropout if self.training else 0.0)
         query, key, value = self.projected(x, x, x)
@@ -150,8 +157,11 @@ class MultiheadAttention(Projections):
             pattern = context.within(self.pattern, x.shape[1])
             return self._answer(query, key, value, pattern, self._added(context), context)
         pattern, options = context.visible(self.pattern), self._options(self._added(context), context)
-        out = state.attend(query, key, value, pattern=pattern, lengths=context.lengths, **options)
-        return self._out(out, context)
+        options["lengths"] = context.lengths
+        if torch.compiler.is_dynamo_compiling():  # which cannot leave the graph for the cache within a `with`
+            return self._out(state.attend(query, key, value, pattern=pattern, **options), context)
+        with undoing(state):
+            return self._out(state.attend(query, key, value, pattern=pattern, **options), context)
 
     def keys_of(self, memory: Tensor, value: Tensor | None = None, *, lengths: Sequence[int] | None = None) -> Keys:
         """What `attend` attends over in place of x: keys and values of memory (B, S, key_dim), projected once.
@@ -213,7 +223,8 @@ class MultiheadAttention(Projections):
             rotation = self._rotation(q, context, None)
             q, k = self.rotary.both(q, k, rotation)
         bias = both(self._added(context), masks.bias)
-        y, aux = self._answer(q, k, v, context.visible(self.pattern), bias, context)
+        with masks.quiet():
+            y, aux = self._answer(q, k, v, context.visible(self.pattern), bias, context)
         return y, None if aux is None else aux.weights
 
     def initial_state(
@@ -228,10 +239,13 @@ class MultiheadAttention(Projections):
 
         A RollingKVCache where the layer's pattern lets keys go within that length, else a KVCache. dtype: of the keys,
         by default that of the layer's weights; under autocast its type. device: by default that of the weights.
+
+        Raises UnsupportedError where the pattern shows a query later tokens, other than those of a prefix or another
+        set that all queries share: one by one they would give other results.
         """
-        weight = self.k_proj.weight
-        dtype = weight.dtype if dtype is None else dtype
-        device = weight.device if device is None else device
+        check_steps(self.pattern)
+        own_type, place = type_and_device(self.k_proj, self)
+        dtype, device = own_type if dtype is None else dtype, place if device is None else device
         return cache_for(self.pattern, batch, self.kv_heads, max_length, self.head_dim, dtype=dtype, device=device)
 
     @torch.no_grad()

@@ -50,12 +50,15 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-def make_norm(kind: NormKind, width: int, eps: float | None = None) -> nn.Module:
-    """The norm of a stream by its name: "layer", torch's LayerNorm (eps 1e-5 by default), or "rms" (1e-6)."""
+def make_norm(kind: NormKind, width: int, eps: float | None = None, *, bias: bool = True) -> nn.Module:
+    """The norm of a stream by its name: "layer", torch's LayerNorm (eps 1e-5 by default), or "rms" (1e-6).
+
+    bias: whether a layer norm has one; an RMS norm never has.
+    """
     if kind == "rms":
         return RMSNorm(width, eps=1e-6 if eps is None else eps)
     if kind == "layer":
-        return LayerNorm(read_size("width", width, 1), eps=1e-5 if eps is None else _read_eps(eps))
+        return LayerNorm(read_size("width", width, 1), eps=1e-5 if eps is None else _read_eps(eps), bias=bias)
     raise unknown_name("norm", kind, ("layer", "rms"))
 
 

@@ -110,5 +110,6 @@ class Projections(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Torch's own hook of `load_state_dict`, which takes the names of torch.nn.MultiheadAttention here as well."""
         widths = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
-        from_torch(state_dict, prefix, widths)
+        sinks = getattr(self, "sinks", None)
+        from_torch(state_dict, prefix, widths, 0 if sinks is None else len(sinks))
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, MutableMapping
-from typing import Any, ClassVar, Protocol, TypedDict
+from typing import Any, ClassVar, Protocol, TypedDict, cast
 
 from torch import Tensor, nn
 
 from qkv.cache.arguments import read_size
-from qkv.errors import ValueOutOfRange, message
+from qkv.nn.dropping import read_share
 from qkv.nn.feed_forward import FeedForward
 from qkv.nn.mixer import Choice, make_mixer
-from qkv.nn.norm import LayerNorm, NormKind, make_norm
+from qkv.nn.norm import NormKind, make_norm
+from qkv.patterns.arguments import one_flag
 
 
 class LayerOptions(TypedDict, total=False):
@@ -43,7 +45,10 @@ class ResidualLayer(nn.Module):
     feed-forward and of layer norms.
     attention_dropout: of attention weights, which no linear variant has. feedforward_dropout: of what the activation
     gives. residual_dropout: of what a sublayer adds to the stream. Each acts in training only.
-    backend: of attention. softmax_options, linear_options: what else the one kind of attention or the other is told.
+    backend: of attention; where there are both kinds and only one knows the name, of that one. softmax_options,
+    linear_options: what else the one kind of attention or the other is told, and in place of the above: `{"backend":
+    "blockwise"}`. What a function or a module brings as `attention` is told none of this: what is said and is not so
+    there is refused.
 
     First values: those of each block, as it documents them; norms begin at weight 1 and bias 0.
 
@@ -75,18 +80,20 @@ class ResidualLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.dim = read_size("dim", dim, 1)
-        self.norm_first = norm_first
+        self.norm_first = one_flag("norm_first", norm_first)
+        bias, share = one_flag("bias", bias), read_share("residual_dropout", residual_dropout)
         self.attention = make_mixer(
             attention,
             dim,
             heads,
             causal=self.causal,
             attention_dropout=attention_dropout,
+            bias=bias,
             backend=backend,
-            softmax_options={"projection_bias": bias, **(softmax_options or {})},
+            softmax_options=softmax_options,
             linear_options=linear_options,
         )
-        self.attention_norm = stream_norm(norm, dim, norm_eps, bias=bias)
+        self.attention_norm = make_norm(norm, dim, norm_eps, bias=bias)
         self.feed_forward = FeedForward(
             dim,
             4 * dim if hidden is None else hidden,
@@ -94,11 +101,8 @@ class ResidualLayer(nn.Module):
             feedforward_dropout=feedforward_dropout,
             bias=bias,
         )
-        self.feed_forward_norm = stream_norm(norm, dim, norm_eps, bias=bias)
-        if not 0 <= residual_dropout < 1:
-            seen = f"got {residual_dropout}"
-            raise ValueOutOfRange(message("`residual_dropout` must lie in [0, 1)", seen, "0 switches it off"))
-        self.residual_dropout = nn.Dropout(residual_dropout)
+        self.feed_forward_norm = make_norm(norm, dim, norm_eps, bias=bias)
+        self.residual_dropout = nn.Dropout(share)
         self.register_load_state_dict_pre_hook(take_torch_names)  # type: ignore[no-untyped-call]
 
     def enter(self, norm: nn.Module, x: Tensor) -> Tensor:
@@ -112,11 +116,13 @@ class ResidualLayer(nn.Module):
         return x if self.norm_first else norm(x)
 
 
-def stream_norm(kind: NormKind, dim: int, eps: float | None, *, bias: bool) -> nn.Module:
-    """The norm of a stream; only a layer norm has a bias to leave out."""
-    if kind == "layer" and not bias:
-        return LayerNorm(dim, eps=1e-5 if eps is None else eps, bias=False)
-    return make_norm(kind, dim, eps)
+_SIGNATURE = inspect.signature(ResidualLayer).parameters
+DEFAULTS = {name: _SIGNATURE[name].default for name in LayerOptions.__annotations__}
+
+
+def in_full(options: LayerOptions) -> LayerOptions:
+    """What a layer is told, with the defaults of `ResidualLayer` where `options` are silent."""
+    return cast("LayerOptions", {**DEFAULTS, **options})
 
 
 class NamedByTorch(Protocol):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qkv.backends.autograd import in_operations
 from qkv.cache.arguments import read_size
 from qkv.errors import DTypeError, ShapeError, ValueOutOfRange, message
 from qkv.linear.fused import has_tangents
@@ -123,6 +124,7 @@ class Rotary(nn.Module):
         if x.ndim != 4 or x.shape[-1] != self.head_dim:
             holds = f"`x` must be (B, L, H, D) with D = {self.head_dim}"
             raise ShapeError(message(holds, f"got {tuple(x.shape)}", "split the width into heads with unflatten"))
+        _check_rotation(x, rotation, self.width)
         if x.numel() <= SMALL or not x.is_cpu or not values_can_be_seen(x) or has_tangents(x):
             return _turned(x, *rotation, self.interleaved)
         if torch.is_grad_enabled() and x.requires_grad:
@@ -145,6 +147,16 @@ class Rotary(nn.Module):
         said += ["interleaved=True"] if self.interleaved else []
         said += [f"scaling={self.scaling}"] if self.scaling is not None else []
         return ", ".join(said)
+
+
+def _check_rotation(x: Tensor, rotation: Rotation, width: int) -> None:
+    """Raise where the angles are those of other tokens, or of a rotary of another width."""
+    sizes = rotation.cos.shape
+    legal = (x.shape[1], 1, width), (x.shape[0], x.shape[1], 1, width)
+    if sizes not in legal:
+        holds = f"`rotation` must be of the tokens of `x`: {' or '.join(map(str, legal))}"
+        remedy = "make it by `angles(positions, dtype)` of this rotary, with one position a token"
+        raise ShapeError(message(holds, f"got {tuple(sizes)}", remedy))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -202,6 +214,6 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        if torch.is_grad_enabled() and grad.requires_grad:
+        if in_operations(grad):
             return _turned(grad, cos, -sin, ctx.interleaved), None, None, None
         return _turned_by_blocks(grad, cos, -sin, ctx.interleaved), None, None, None

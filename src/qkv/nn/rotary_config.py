@@ -10,6 +10,7 @@ from qkv.errors import CheckpointError, UnsupportedError, message, unknown_name
 from qkv.nn.rotary_scaling import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
 _KINDS = ("default", "linear", "llama3", "yarn")
+_TRAINED, _LENGTH = ("llama3", "yarn"), "original_max_position_embeddings"  # kinds that ask for the trained length
 _BY_LENGTH = "its frequencies change with the length of the sequence, so keys in a cache would have to turn anew"
 _REFUSED = {
     "dynamic": _BY_LENGTH,
@@ -36,8 +37,8 @@ def read_rotary(config: Mapping[str, object], head_dim: int) -> RotaryFields:
     Raises CheckpointError for fields that are missing or of a wrong kind, UnsupportedError for kinds of scaling that
     cannot be had here, UnknownName for others.
     """
-    rope = _rope(config)
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = gathered(config)
+    kind = rope["rope_type"]
     if isinstance(kind, str) and "mrope_section" in rope:
         kind = "mrope"
     if isinstance(kind, str) and kind in _REFUSED:
@@ -45,14 +46,31 @@ def read_rotary(config: Mapping[str, object], head_dim: int) -> RotaryFields:
         raise UnsupportedError(message(holds, f"got {kind!r}: {_REFUSED[kind]}", "choose another checkpoint"))
     if kind not in _KINDS:
         raise unknown_name("rope_type", kind, _KINDS)
-    return RotaryFields(_base(rope, config), _width(rope, config, head_dim), _scaling(str(kind), rope, config))
+    return RotaryFields(_number(rope, "rope_theta"), _width(rope, config, head_dim), _scaling(str(kind), rope, config))
 
 
-def _rope(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The one table of rotary parameters."""
-    for name in ("rope_parameters", "rope_scaling"):
+def gathered(config: Mapping[str, object]) -> dict[str, object]:
+    """The one table of rotary parameters, with `rope_type` and `rope_theta`, from wherever the config has them.
+
+    As transformers 5.24 gathers it (convert_rope_params_to_dict): the older `rope_scaling` comes before
+    `rope_parameters`; a base in the table before one beside it, and a null base stays null; a trained length beside
+    the table before one in it.
+    """
+    table = _table(config)
+    rope = {name: value for name, value in table.items() if name != "type"}
+    rope.setdefault("rope_type", table.get("type", "default"))
+    bases = [config[name] for name in ("rope_theta", "rotary_emb_base") if name in config]
+    rope.setdefault("rope_theta", bases[0] if bases else 10000.0)
+    if rope["rope_type"] in _TRAINED and config.get(_LENGTH) is not None:
+        rope[_LENGTH] = config[_LENGTH]
+    return rope
+
+
+def _table(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The first object that says something, or no fields."""
+    for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name)
-        if rope is None:
+        if rope is None or rope == {}:
             continue
         if not isinstance(rope, Mapping):
             raise CheckpointError(message(f"`{name}` must be an object", f"got {rope!r}", _REMEDY))
@@ -62,13 +80,6 @@ def _rope(config: Mapping[str, object]) -> Mapping[str, object]:
             raise UnsupportedError(message(f"`{name}` must be those of one kind of layer", seen, remedy))
         return rope
     return {}
-
-
-def _base(rope: Mapping[str, object], config: Mapping[str, object]) -> float:
-    for table, name in ((rope, "rope_theta"), (config, "rope_theta"), (config, "rotary_emb_base")):
-        if table.get(name) is not None:
-            return _number(table, name)
-    return 10000.0
 
 
 def _width(rope: Mapping[str, object], config: Mapping[str, object], head_dim: int) -> int:
@@ -113,12 +124,8 @@ def _scaling(kind: str, rope: Mapping[str, object], config: Mapping[str, object]
 
 
 def _original_length(rope: Mapping[str, object], config: Mapping[str, object]) -> float:
-    """The trained length: that of the model, of the scaling, or, where neither says, the longest input."""
-    name = "original_max_position_embeddings"
-    for table in (config, rope):
-        if table.get(name) is not None:
-            return _number(table, name)
-    return _number(config, "max_position_embeddings")
+    """The trained length, or, where nothing says it, the longest input."""
+    return _number(config, "max_position_embeddings") if rope.get(_LENGTH) is None else _number(rope, _LENGTH)
 
 
 def _number(table: Mapping[str, object], name: str) -> float:

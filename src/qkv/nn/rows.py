@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from qkv.cache.arguments import read_counts, read_size
-from qkv.errors import DTypeError, MaskError, ShapeError, message
-from qkv.shapes import describe
-from qkv.types import AuxOutput, TopK
+from qkv.errors import DTypeError, MaskError, ShapeError, UnsupportedError, message
+from qkv.shapes import check_dense, describe
+from qkv.types import AuxOutput, AuxRequest, TopK
+from qkv.types import Rows as Chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +37,15 @@ class Rows:
     keep: Tensor | None = None  # bool (B, L), where the real rows stand; None: on the left
 
     @classmethod
-    def of(cls, attention_mask: Tensor | None, batch: int, length: int) -> Rows:
+    def of(cls, attention_mask: Tensor | None, batch: int, length: int, *, name: str = "attention_mask") -> Rows:
         """The rows that a mask (B, L) keeps: where it is True or 1. None keeps all.
 
-        Its numbers are read, which waits for a GPU. Raises DTypeError, ShapeError or MaskError.
+        Its numbers are read, which waits for a GPU. name: what an error calls the mask. Raises DTypeError, ShapeError,
+        MaskError or UnsupportedError.
         """
         if attention_mask is None:
             return cls(batch, length)
-        keep = _read_mask(attention_mask, (batch, length))
+        keep = _read_mask(name, attention_mask, (batch, length))
         counts = keep.sum(1)
         on_left = torch.arange(length, device=keep.device) < counts[:, None]
         lengths = tuple(int(n) for n in counts.tolist())
@@ -73,19 +75,19 @@ class Rows:
         kept = (self._left if self.keep is None else self.keep).to(y.device)
         return torch.where(kept.view(*kept.shape, *(1,) * (y.ndim - 2)), placed, blank)
 
-    def back_aux(self, aux: AuxOutput, keys: Rows | None = None) -> AuxOutput:
+    def back_aux(self, aux: AuxOutput, keys: Rows | None = None, chosen: Chosen = True) -> AuxOutput:
         """What attention over ordered rows returned beside its output, in the order that came in.
 
-        keys: the rows of the keys, where these are of another sequence. Weights must be those of all rows
-        (`weights=True` or "mean"). A row of padding has weights and entropy 0, log-sum-exp and maximum -inf, and of
-        `top_k` the weight 0.
+        keys: the rows of the keys, where these are of another sequence. chosen: of which query rows the weights are, as
+        the request said; others than all of them only where real rows are on the left. A row of padding has weights
+        and entropy 0, log-sum-exp and maximum -inf, and of `top_k` the weight 0.
         """
         keys = self if keys is None else keys
         return AuxOutput(
             lse=_back_along(-1, self, aux.lse, -math.inf),
             max_scores=_back_along(-1, self, aux.max_scores, -math.inf),
             entropy=_back_along(-1, self, aux.entropy, 0),
-            weights=_back_along(-2, self, _back_along(-1, keys, aux.weights, 0), 0),
+            weights=self._back_weights(_back_along(-1, keys, aux.weights, 0), chosen),
             top_k=None if aux.top_k is None else _back_top(aux.top_k, self, keys),
         )
 
@@ -162,15 +164,45 @@ class Rows:
         """Where the row of each place went, (B, L)."""
         return self._order.argsort(dim=1)
 
+    def _back_weights(self, weights: Tensor | None, chosen: Chosen) -> Tensor | None:
+        """Query rows of weights (B, H, L, S) or (B, L, S) in their places; of chosen ones 0 in those of padding."""
+        if weights is None or chosen is True or chosen == "mean":
+            return _back_along(-2, self, weights, 0)
+        if self.lengths is None:
+            return weights
+        assert self.keep is None  # else the numbers that the caller chose are others here
+        numbers = chosen if isinstance(chosen, int) else _numbers(chosen, self.length)
+        real = self._left[:, numbers].to(weights.device).unsqueeze(1).unsqueeze(-1)  # (B, 1, 1) where one was chosen
+        return torch.where(real, weights, 0)
+
     def _check(self, name: str, x: Tensor) -> None:
         if x.ndim < 2 or x.shape[0] != self.batch or x.shape[1] != self.length:
             holds = f"`{name}` must have the shape (B, L, ...) with B = {self.batch} and L = {self.length}"
             raise ShapeError(message(holds, f"got {describe(x)}", "make the rows of the mask of this batch"))
 
 
+def check_aux(request: AuxRequest | None, *rows: Rows) -> None:
+    """Raise where some query rows were asked for by number, and padding before real rows would number them anew."""
+    if request is None or all(one.keep is None for one in rows):
+        return
+    if isinstance(request.weights, bool) or request.weights == "mean":
+        return
+    raise UnsupportedError(
+        message(
+            "weights of chosen rows need sequences that are padded on the right",
+            f"got weights={request.weights!r} and real tokens after padding",
+            'ask for weights=True or "mean", and choose rows of what comes back',
+        )
+    )
+
+
 def _back_along(axis: int, rows: Rows, tensor: Tensor | None, blank: float) -> Tensor | None:
     """`rows.back` along another axis than the second, counted from the last."""
     return None if tensor is None else rows.back(tensor.movedim(axis, 1), blank).movedim(1, axis)
+
+
+def _numbers(chosen: slice | Sequence[int], length: int) -> list[int]:
+    return list(range(length)[chosen] if isinstance(chosen, slice) else chosen)
 
 
 def _back_top(found: TopK, rows: Rows, keys: Rows) -> TopK:
@@ -189,18 +221,22 @@ def _taken(x: Tensor, index: Tensor) -> Tensor:
     return x.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (batch, index.shape[1]))
 
 
-def _read_mask(mask: Tensor, sizes: tuple[int, int]) -> Tensor:
+def _read_mask(name: str, mask: Tensor, sizes: tuple[int, int]) -> Tensor:
     """A mask of padding as bool (B, L), True where a row is kept."""
     if not isinstance(mask, Tensor):
         seen = f"got {type(mask).__name__}"
-        raise DTypeError(message("`attention_mask` must be a tensor (B, L)", seen, "wrap it in torch.tensor"))
+        raise DTypeError(message(f"`{name}` must be a tensor (B, L)", seen, "wrap it in torch.tensor"))
+    check_dense(name, mask)
     if tuple(mask.shape) != sizes:
-        holds = f"`attention_mask` must be (B, L) = {sizes}"
+        holds = f"`{name}` must be (B, L) = {sizes}"
         raise ShapeError(message(holds, f"got {describe(mask)}", "give one number a token, 1 to keep it"))
+    if mask.is_meta:
+        holds, remedy = f"`{name}` must have numbers, which say who is real", "or leave the mask out: all are real then"
+        raise UnsupportedError(message(holds, "got a mask on the meta device", f"make it on another, {remedy}"))
     if mask.dtype == torch.bool:
         return mask
     keep = mask == 1
     if not bool((keep | (mask == 0)).all()):
-        holds = "`attention_mask` must hold 1 for tokens to keep and 0 for padding"
+        holds = f"`{name}` must hold 1 for tokens to keep and 0 for padding"
         raise MaskError(message(holds, "got other numbers", "of a mask that is added pass `mask == 0`"))
     return keep

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from torch import Tensor, nn
 
 from qkv.cache.arguments import read_size
-from qkv.errors import DTypeError, ShapeError, UnsupportedError, ValueOutOfRange, message
+from qkv.errors import ValueOutOfRange, message
+from qkv.nn.attention_checks import check_rows
 from qkv.nn.context import Context
-from qkv.nn.mixer import Choice
+from qkv.nn.mixer import Choice, backend_of_each, first_map
 from qkv.nn.multihead_attention import MultiheadAttention
-from qkv.nn.residual import LayerOptions, ResidualLayer, stream_norm, take_torch_names
+from qkv.nn.norm import make_norm
+from qkv.nn.residual import LayerOptions, ResidualLayer, in_full, take_torch_names
 from qkv.nn.rows import Rows
-from qkv.shapes import describe
+from qkv.patterns.arguments import one_flag
 from qkv.types import AuxOutput, AuxRequest
 
 if TYPE_CHECKING:
@@ -32,9 +34,10 @@ class Stack(nn.Module):
         super().__init__()
         self.dim = dim
         self.layers = nn.ModuleList(made)
-        wanted = options.get("norm_first", True) if final_norm is None else final_norm
-        kind, eps = options.get("norm", "layer"), options.get("norm_eps")
-        self.final_norm = stream_norm(kind, dim, eps, bias=options.get("bias", True)) if wanted else None
+        _check_apart([cast("ResidualLayer", layer).attention for layer in self.layers])
+        told = in_full(options)
+        wanted = told["norm_first"] if final_norm is None else one_flag("final_norm", final_norm)
+        self.final_norm = make_norm(told["norm"], dim, told["norm_eps"], bias=told["bias"]) if wanted else None
         self.register_load_state_dict_pre_hook(take_torch_names)  # type: ignore[no-untyped-call]
 
 
@@ -47,34 +50,30 @@ def choices(attention: Choice | Sequence[Choice], layers: int) -> list[Choice]:
             remedy = "give one for all layers, or one a layer"
             raise ValueOutOfRange(message("`attention` must hold one choice for each layer", seen, remedy))
         return list(attention)
-    if isinstance(attention, nn.Module) and layers > 1:
-        seen = f"got one {type(attention).__name__} for {layers}"
-        remedy = "give a function of (dim, heads), such as its class, or a list of modules"
-        raise ValueOutOfRange(message("each layer must have an attention of its own", seen, remedy))
     return [cast("Choice", attention)] * layers
 
 
-def check_stream(name: str, x: Tensor, dim: int) -> None:
-    """Raise where x is not (B, L, dim)."""
-    if not isinstance(x, Tensor):
-        seen = f"got {type(x).__name__}"
-        raise DTypeError(message(f"`{name}` must be a tensor (B, L, {dim})", seen, "pass embedded tokens"))
-    if x.ndim != 3 or x.shape[-1] != dim:
-        holds = f"`{name}` must have the shape (B, L, {dim})"
-        raise ShapeError(message(holds, f"got {describe(x)}", "the batch comes first, the width last"))
+def options_of_each(options: LayerOptions, chosen: Sequence[Choice], *, cross: bool = False) -> list[LayerOptions]:
+    """What each layer is told: the same, but for a backend that only layers of the other kind know.
+
+    cross: whether each has softmax attention over a memory beside what was chosen.
+    """
+    kinds = [[choice, None] if cross else [choice] for choice in chosen]
+    return [{**options, "backend": backend} for backend in backend_of_each(in_full(options)["backend"], kinds)]
 
 
-def check_aux(request: AuxRequest | None, *rows: Rows) -> None:
-    """Raise where some query rows were asked for by number, and padding before real rows would number them anew."""
-    if request is None or all(one.keep is None for one in rows) or request.weights in (True, False, "mean"):
-        return
-    raise UnsupportedError(
-        message(
-            "weights of chosen rows need sequences that are padded on the right",
-            f"got weights={request.weights!r} and real tokens after padding",
-            'ask for weights=True or "mean", and choose rows of what comes back',
-        )
-    )
+def _check_apart(attentions: Sequence[nn.Module]) -> None:
+    """Raise where a module stands in more than one layer."""
+    for number, one in enumerate(attentions):
+        if any(one is other for other in attentions[:number]):
+            seen = f"got one {type(one).__name__} for more than one of {len(attentions)}"
+            remedy = "give a function of (dim, heads), such as its class, or a list of modules"
+            raise ValueOutOfRange(message("each layer must have an attention of its own", seen, remedy))
+
+
+def check_stream(x: Tensor, layer: ResidualLayer) -> None:
+    """Raise unless x is (B, L, dim), in a type that the layer reads."""
+    check_rows("x", x, layer.dim, first_map(layer.attention))
 
 
 def entered(rows: Rows, x: Tensor) -> Tensor:
@@ -95,7 +94,7 @@ def context_of(
     return Context(lengths=rows.lengths, rotation=rotation, aux=aux)
 
 
-def placed(aux: AuxOutput | None, rows: Rows, keys: Rows) -> AuxOutput:
+def placed(aux: AuxOutput | None, asked: AuxRequest, rows: Rows, keys: Rows) -> AuxOutput:
     """What a layer told of ordered rows and keys, in the order in which both came in."""
     assert aux is not None  # since it was asked for
-    return aux if rows.keep is None and keys.keep is None else rows.back_aux(aux, keys)
+    return rows.back_aux(aux, keys, asked.weights)

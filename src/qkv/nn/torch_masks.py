@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from operator import add, and_
 from typing import NamedTuple
@@ -9,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv.errors import MaskError, ShapeError, message
+from qkv.errors import AddedMaskWarning, MaskError, ShapeError, message
 from qkv.patterns.given import key_padding, mask
 from qkv.patterns.named import causal
 from qkv.patterns.pattern import Pattern
-from qkv.shapes import check_dense, describe, dtype_name
+from qkv.shapes import check_dense, describe, dtype_name, values_can_be_seen
+from qkv.values import all_equal, bounds
 
 
 class CallSizes(NamedTuple):
@@ -30,6 +34,11 @@ class Masks(NamedTuple):
 
     pattern: Pattern | None
     bias: Tensor | None
+    warned: bool = False  # that what is added looks like what hides
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """For the call with these masks: what was warned of is not warned of again, in words of another function."""
+        return _quiet() if self.warned else nullcontext()
 
 
 def read_masks(
@@ -55,7 +64,28 @@ def read_masks(
             hiding.append(mask(keep=~pairs))
         else:
             added.append(pairs)
-    return Masks(reduce(and_, hiding) if hiding else None, reduce(add, added) if added else None)
+    named = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+    doubtful = [name for name, tensor in named.items() if tensor is not None and _looks_hiding(tensor)]
+    for name in doubtful:
+        holds = f"a floating-point `{name}` is added to the scores, it hides nothing"
+        remedy = f"say {name}.bool() where 1 hides, ({name} == 0) where 1 keeps"
+        seen = "this one holds only 0 and 1, as a mask that hides would"
+        warnings.warn(message(holds, seen, remedy), AddedMaskWarning, stacklevel=5)  # of who calls the layer
+    return Masks(reduce(and_, hiding) if hiding else None, reduce(add, added) if added else None, warned=bool(doubtful))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AddedMaskWarning)
+        yield
+
+
+def _looks_hiding(mask: Tensor) -> bool:
+    """Whether a mask that is added holds zeros and ones, and nothing else."""
+    if mask.dtype == torch.bool or mask.requires_grad or not mask.numel() or not values_can_be_seen(mask):
+        return False
+    return bounds(mask) == (0.0, 1.0) and all_equal(mask, 0.0, 1.0)
 
 
 def _by_head(attn_mask: Tensor, sizes: CallSizes) -> Tensor:

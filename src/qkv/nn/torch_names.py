@@ -16,14 +16,19 @@ NAMES = {
     "out_proj.weight": "o_proj.weight",
     "out_proj.bias": "o_proj.bias",
 }
+OF_QUERIES = ("in_proj_weight", "q_proj_weight")
 PACKED = {"in_proj_weight": "weight", "in_proj_bias": "bias"}
 
 
-def from_torch(tensors: MutableMapping[str, Tensor], prefix: str, widths: tuple[int, int, int]) -> None:
+def from_torch(tensors: MutableMapping[str, Tensor], prefix: str, widths: tuple[int, int, int], sinks: int = 0) -> None:
     """Rename torch's tensors of the layer at `prefix` in place; all others stay.
 
-    widths: how many rows of a packed tensor are those of q, of k and of v. Raises CheckpointError.
+    widths: how many rows of a packed tensor are those of q, of k and of v. sinks: how many logits of sinks the layer
+    has: of add_zero_attn, which has no tensors, they are 0. Raises CheckpointError.
     """
+    queries = next((tensors[prefix + name] for name in OF_QUERIES if prefix + name in tensors), None)
+    if sinks and queries is not None:
+        tensors.setdefault(prefix + "sinks", queries.new_zeros(sinks))
     for name in ("bias_k", "bias_v"):
         if prefix + name in tensors:
             holds = f"the layer {prefix.rstrip('.') or 'itself'!r} must come without an extra key and value"

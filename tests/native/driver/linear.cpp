@@ -1,9 +1,10 @@
-// The linear family: recurrences, and the short convolutions and norms beside them.
+// The linear family: recurrences, and the short convolutions and norms beside them; projections of few rows.
 #include "linear.h"
 
 #include "convolutions.h"
 #include "linear_check.h"
 #include "norms.h"
+#include "projections.h"
 #include "recurrence_calls.h"
 
 namespace driver {
@@ -45,6 +46,7 @@ class LongCalls {
       const qkv::NormGradients grads = {x_.data(), {0, 0}, output_.data(), nullptr, nullptr};
       return qkv::norm_backward(norm(), grads, run);
     });
+    one("a projection", [&](const qkv::Run& run) { return qkv::project(projection(), run); });
     return found_;
   }
 
@@ -84,6 +86,12 @@ class LongCalls {
     return p;
   }
 
+  qkv::Projection projection() const {
+    qkv::Projection p = {};
+    p.rows = p.inputs = 1, p.outputs = NUMBERS, p.x = p.weight = x_.data(), p.output = output_.data();
+    return p;
+  }
+
   static constexpr int64_t NUMBERS = 1 << 22;
   const Tensor x_ = contiguous(Type::float32, 1, 1, 1, 64), output_ = contiguous(Type::float32, 1, 1, 1, NUMBERS);
   std::string found_;
@@ -100,7 +108,11 @@ std::vector<std::string> check_recurrence(uint64_t seed, const std::vector<std::
 
 std::vector<std::string> check_beside(uint64_t seed, const std::vector<std::string>& isas) {
   const auto no_more = [](const auto&, const Truth&, Findings&) {};
-  return seed % 2 ? check<ConvolutionQuestion>(seed / 2, isas, no_more) : check<NormQuestion>(seed / 2, isas, no_more);
+  switch (seed % 3) {
+    case 0: return check<NormQuestion>(seed / 3, isas, no_more);
+    case 1: return check<ConvolutionQuestion>(seed / 3, isas, no_more);
+    default: return check<ProjectionQuestion>(seed / 3, isas, no_more);
+  }
 }
 
 std::string interrupted_linear_calls() {

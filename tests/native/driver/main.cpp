@@ -8,7 +8,7 @@
 // no_memory  an allocation of it fails
 // interrupt  calls of a second and more stop when they are told to
 // linear     recurrences forward, backward and carried on in place, with every set of kernels
-// beside     short convolutions and norms, likewise
+// beside     short convolutions, norms and projections of few rows, likewise
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>

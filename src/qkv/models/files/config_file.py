@@ -18,6 +18,24 @@ MAX_CONFIG = 4 * 2**20  # bytes
 REQUIRED: Any = object()
 FETCH = "use the file that belongs to this model"
 
+# The largest whole numbers that a file may say. A few bytes could ask for any amount of time and memory while a model
+# is built, before its sizes are held against the tensors; no model that is known comes near.
+LARGEST = 2**24  # of a field that has no row below: tokens, positions, windows
+LAYERS, WIDTH, HEAD = 10_000, 2**20, 2**16
+LIMITS: Mapping[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "llama.block_count"), LAYERS),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "llama.embedding_length"), WIDTH),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads"), HEAD),
+    **dict.fromkeys(("llama.attention.head_count", "llama.attention.head_count_kv", "linear_heads"), HEAD),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), HEAD),
+    **dict.fromkeys(("head_dim", "d_kv", "linear_key_head_dim", "linear_value_head_dim"), HEAD),
+    **dict.fromkeys(("llama.attention.key_length", "llama.rope.dimension_count"), HEAD),
+    "relative_attention_num_buckets": 1024,
+    "relative_attention_max_distance": 2**17,
+    "image_size": 2**13,
+    "patch_size": 2**13,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -45,13 +63,13 @@ class Fields:
     @overload
     def integer(self, name: str, default: Default) -> int | Default: ...
     def integer(self, name: str, default: Any = REQUIRED) -> Any:
-        """A whole number; 3.0 is one too, as some writers say it."""
+        """A whole number within the bounds of its field; 3.0 is one too, as some writers say it."""
         value = self._value(name, default)
         if value is default:
             return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        return value if _is_integer(value) else self.refuse(name, "an integer")
+        return self._bounded(name, value) if _is_integer(value) else self.refuse(name, "an integer")
 
     @overload
     def number(self, name: str) -> float: ...
@@ -100,9 +118,9 @@ class Fields:
         if value is default:
             return default
         several = value if isinstance(value, list) else [value]
-        return (
-            tuple(several) if all(map(_is_integer, several)) else self.refuse(name, "an integer or a list of integers")
-        )
+        if not all(map(_is_integer, several)):
+            self.refuse(name, "an integer or a list of integers")
+        return tuple(self._bounded(name, one) for one in several)
 
     @overload
     def texts(self, name: str) -> tuple[str, ...]: ...
@@ -130,6 +148,11 @@ class Fields:
         holds = f"`{self.inside}{name}` in {quote(self.path.name)} must be {must}"
         raise CheckpointError(message(holds, seen, remedy))
 
+    def _bounded(self, name: str, value: int) -> int:
+        """The number, unless it lies beyond what its field may say."""
+        limit = LIMITS.get(name, LARGEST)
+        return value if abs(value) <= limit else self.refuse(name, f"at most {limit:,}", "choose another checkpoint")
+
     def _value(self, name: str, default: Any) -> Any:
         value = self.table.get(name)
         if value is not None:
@@ -138,7 +161,7 @@ class Fields:
 
 
 def _is_integer(value: object) -> bool:
-    return type(value) is int and abs(value) < 2**63
+    return type(value) is int
 
 
 def _is_number(value: object) -> bool:

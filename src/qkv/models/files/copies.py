@@ -9,16 +9,20 @@ from torch import Tensor
 
 from qkv.errors import ValueOutOfRange, message
 
+BELONGS = "use the file that belongs to this config"
+UNTIE = "say tie_word_embeddings false in the config, if the head is a matrix of its own"
 
-def without_copies(tensors: Mapping[str, Tensor], name: str, *copies: str) -> dict[str, Tensor]:
+
+def without_copies(tensors: Mapping[str, Tensor], name: str, *copies: str, remedy: str = BELONGS) -> dict[str, Tensor]:
     """A file's tensors with one tensor under `name`, and without its `copies`, any of which may stand in for it.
 
-    Raises ValueOutOfRange when two of them differ: then the file is of a model that does not share them.
+    Raises ValueOutOfRange, whose text ends in `remedy`, when two of them differ: then the file is of a model that does
+    not share them.
     """
     kept = dict(tensors)
     for copy in copies:
         second = kept.pop(copy, None)
         if second is not None and not torch.equal(kept.setdefault(name, second), second):
             holds = f"`{copy}` must equal `{name}`, which it is by the config"
-            raise ValueOutOfRange(message(holds, "they differ", "use the file that belongs to this config"))
+            raise ValueOutOfRange(message(holds, "they differ", remedy))
     return kept

@@ -23,8 +23,9 @@ from qkv.models.files.checksums import (
     save_digest,
     tensor_digest,
 )
+from qkv.models.files.generation_file import GENERATION
 from qkv.models.files.shards import INDEX, SINGLE
-from qkv.models.files.tokenizer_file import json_bytes
+from qkv.models.files.tokenizer_file import BESIDE, TOKENIZER, json_bytes
 from qkv.tensorfile import MAX_METADATA
 
 ALIGNMENT = 64  # bytes, of tensors whose sizes are a multiple of it: what vector loads like best
@@ -170,7 +171,7 @@ def _commit(folder: Path, names: Iterable[str]) -> None:
     others = [name for name in names if name != "config.json"]
     (folder / "config.json").unlink(missing_ok=True)
     _sync(folder)
-    for stale in _weights_of_before(folder, others):
+    for stale in _left_of_before(folder, others):
         stale.unlink()
     for name in others:
         _hidden(folder, name).replace(folder / name)
@@ -179,9 +180,10 @@ def _commit(folder: Path, names: Iterable[str]) -> None:
     _sync(folder)
 
 
-def _weights_of_before(folder: Path, kept: Iterable[str]) -> list[Path]:
-    """Weights of an earlier save that the new one does not write over."""
-    found = [folder / SINGLE, folder / INDEX, *folder.glob("model-?????-of-?????.safetensors")]
+def _left_of_before(folder: Path, kept: Iterable[str]) -> list[Path]:
+    """Files of an earlier save that the new one does not write over: its weights, tokenizer, end tokens."""
+    small = [folder / name for name in (INDEX, TOKENIZER, BESIDE, GENERATION)]
+    found = [folder / SINGLE, *small, *folder.glob("model-?????-of-?????.safetensors")]
     return [file for file in found if file.name not in kept and file.exists()]
 
 

@@ -71,12 +71,16 @@ def _read_shards(folder: Path, verify: bool) -> Weights:
     """The tensors of all shards; the index and the shards must agree on where each one is."""
     index = folder / INDEX
     places = _places(index)
+    sought: dict[str, list[str]] = {}  # the tensors by the file that they are sought in
+    for name, place in places.items():
+        sought.setdefault(place, []).append(name)
     found: dict[str, Tensor] = {}
     files: dict[str, Path] = {}
     all_said: list[Promised | None] = []
-    for file in [_shard(folder, name) for name in dict.fromkeys(places.values())]:
+    for file in [_shard(folder, name) for name in sought]:
         tensors, said = _read_one(file, verify)
-        _check_shard(index, file, tensors, places, files)
+        _check_twice(index, file, tensors, files)
+        _check_shard(index, file, tensors, sought[file.name], places)
         found |= tensors
         files |= dict.fromkeys(tensors, file)
         all_said.append(said)
@@ -119,16 +123,20 @@ def _shard(folder: Path, name: str) -> Path:
     return file
 
 
+def _check_twice(index: Path, file: Path, held: Mapping[str, Tensor], before: Mapping[str, Path]) -> None:
+    """No tensor of a shard was in one before it."""
+    for name in held:
+        if name in before:
+            holds = f"must hold tensor {quote(name)} in one file"
+            refuse(index, holds, f"got it in {quote(before[name].name)} and {quote(file.name)}")
+
+
 def _check_shard(
-    index: Path, file: Path, tensors: Iterable[str], places: Mapping[str, str], before: Mapping[str, Path]
+    index: Path, file: Path, held: Mapping[str, Tensor], sought: Iterable[str], places: Mapping[str, str]
 ) -> None:
     """A shard holds the tensors that the index seeks in it, and no others."""
-    held = set(tensors)
-    for name in held & before.keys():
-        holds = f"must hold tensor {quote(name)} in one file"
-        refuse(index, holds, f"got it in {quote(before[name].name)} and {quote(file.name)}")
-    for name, place in places.items():
-        if place == file.name and name not in held:
+    for name in sought:
+        if name not in held:
             refuse(file, f"must hold tensor {quote(name)}, by {index.name}", "it is not there")
     for name in held:
         if places.get(name) != file.name:

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from qkv.errors import DTypeError, ValueOutOfRange, message
-from qkv.models.files.tokenizer_file import SpecialTokens, guarded, json_bytes, read_tokenizer, side_table, without
+from qkv.models.files.tokenizer_file import (
+    BESIDE,
+    TOKENIZER,
+    SpecialTokens,
+    guarded,
+    json_bytes,
+    read_tokenizer,
+    side_table,
+    without,
+)
 from qkv.models.files.tokenizer_gguf import read_metadata
 
 if TYPE_CHECKING:
@@ -132,7 +141,7 @@ class Tokenizer:
     def files(self) -> dict[str, bytes]:
         """The files that transformers reads, by name: tokenizer.json and tokenizer_config.json."""
         text = str(self._core.to_str(pretty=False))
-        return {"tokenizer.json": text.encode(), "tokenizer_config.json": json_bytes(side_table(self._named))}
+        return {TOKENIZER: text.encode(), BESIDE: json_bytes(side_table(self._named))}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json` at the path, and what names the special tokens beside it."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from qkv.models.files.config_file import Fields
+from qkv.models.files.copies import without_copies
 from qkv.models.files.spelling import respelled
 
 if TYPE_CHECKING:
@@ -21,7 +22,12 @@ FIXED = {
     "tie_word_embeddings": True,
 }
 POSITION_NUMBERS = "embeddings.position_ids"  # 0, 1, 2, ...: older files carry it, it is no weight
-OTHER_HEADS = ("cls.seq_relationship.", "cls.predictions.decoder.")
+OTHER_HEAD = "cls.seq_relationship."
+# What the masked-word head holds once more, by what it is.
+COPIES = {
+    "bert.embeddings.word_embeddings.weight": "cls.predictions.decoder.weight",
+    "cls.predictions.bias": "cls.predictions.decoder.bias",
+}
 # Parts of the names in published files, and of ours. The first two are of the oldest files.
 NAMES = (
     ("LayerNorm.gamma", "LayerNorm.weight"),
@@ -96,9 +102,12 @@ def own_names(config: BertConfig, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def own_masked_names(config: BertConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The encoder and the masked-word head of a file, which may hold other heads and the shared matrix once more."""
-    head = {name: tensor for name, tensor in tensors.items() if not name.startswith(("bert.", *OTHER_HEADS))}
-    return {f"bert.{name}": one for name, one in own_names(config, tensors).items()} | respelled(head, NAMES)
+    """The encoder and the masked-word head of a file, which may hold another head and the shared matrix once more."""
+    kept = dict(tensors)
+    for name, copy in COPIES.items():
+        kept = without_copies(kept, name, copy)
+    head = {name: tensor for name, tensor in kept.items() if not name.startswith(("bert.", OTHER_HEAD))}
+    return {f"bert.{name}": one for name, one in own_names(config, kept).items()} | respelled(head, NAMES)
 
 
 def file_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from qkv.models.files.config_file import Fields
-from qkv.models.files.copies import without_copies
+from qkv.models.files.copies import UNTIE, without_copies
 from qkv.models.files.spelling import respelled
+from qkv.models.published.aliases import read_size
 from qkv.patterns import causal
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ ACTIVATIONS = {  # by the file's names; of those that mean the same the first is
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
+}
+ALIASES = {
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
 }
 DROPOUTS = {"embedding_dropout": "embd_pdrop", "attention_dropout": "attn_pdrop", "residual_dropout": "resid_pdrop"}
 
@@ -57,12 +64,12 @@ def read_fields(fields: Fields) -> dict[str, Any]:
     """
     kind = fields.one_of("model_type", *CLASSES)
     fields.one_of("add_cross_attention", False, default=False)
-    width = fields.integer("n_embd")
+    width = read_size(fields, "n_embd", ALIASES)
     return {
         "vocabulary": fields.integer("vocab_size"),
-        "positions": fields.integer("n_positions"),
-        "layers": fields.integer("n_layer"),
-        "heads": fields.integer("n_head"),
+        "positions": read_size(fields, "n_positions", ALIASES),
+        "layers": read_size(fields, "n_layer", ALIASES),
+        "heads": read_size(fields, "n_head", ALIASES),
         "width": width,
         "feedforward": fields.integer("n_inner", 4 * width),
         "activation": ACTIVATIONS[fields.one_of("activation_function", *ACTIVATIONS, default="gelu_new")],
@@ -115,7 +122,7 @@ def own_names(config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     """Our names for those of transformers, whose matrices are (in, out); what is joined there is cut in three."""
     named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if not name.endswith(MASKS)}
     if config.tied:
-        named = without_copies(named, "wte.weight", "lm_head.weight")
+        named = without_copies(named, "wte.weight", "lm_head.weight", remedy=UNTIE)
     turned = {name: tensor.t().contiguous() if name.endswith(IN_OUT) else tensor for name, tensor in named.items()}
     own: dict[str, Tensor] = {}
     for name, tensor in turned.items():

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from qkv.models.files.config_file import Fields
+from qkv.models.files.copies import UNTIE, without_copies
 from qkv.models.files.spelling import respelled
+from qkv.models.published.rope import DEFAULT, read_rope, turns_a_part, write_rope
 from qkv.nn.gated_delta_net import ELSEWHERE, GatedDeltaNet
 
 if TYPE_CHECKING:
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
 OLMO, OURS = "olmo_hybrid", "qkv_hybrid"
 KINDS = {"linear_attention": "linear", "full_attention": "softmax"}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # what transformers takes where a file says nothing of it
 DROPOUTS = ("embedding_dropout", "attention_dropout", "feedforward_dropout", "residual_dropout")
 # Fields of both kinds of file, by ours: what is a number, and what may be absent.
 SIZES = {
@@ -73,7 +74,7 @@ def is_olmo(config: HybridConfig) -> bool:
     """Whether transformers' OlmoHybridForCausalLM is this model."""
     settings = {"eps": 1e-6, **config.linear_settings}
     same = config.linear == "gated_delta" and config.pattern == "causal()" and len(set(config.kinds)) == 2
-    return same and settings["eps"] == OLMO_EPS
+    return same and settings["eps"] == OLMO_EPS and not turns_a_part(config.rope or {})
 
 
 def own_names(config: HybridConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -81,6 +82,8 @@ def own_names(config: HybridConfig, tensors: Mapping[str, Tensor]) -> dict[str, 
     with torch.device("meta"):
         mixer = config.make_linear()
     rest = dict(tensors)
+    if config.tied:
+        rest = without_copies(rest, "model.embed_tokens.weight", "lm_head.weight", remedy=UNTIE)
     made: dict[str, Tensor] = {}
     for n, kind in enumerate(config.kinds):
         stem = f"model.layers.{n}."
@@ -94,6 +97,7 @@ def own_names(config: HybridConfig, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 def file_names(config: HybridConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The names that files have. Olmo-Hybrid keeps queries, keys and values of its linear layers apart."""
+    widths = _widths(config) if config.linear == "gated_delta" else None
     written: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith("layers."):
@@ -102,8 +106,8 @@ def file_names(config: HybridConfig, tensors: Mapping[str, Tensor]) -> dict[str,
         _, n, inner = name.split(".", 2)
         kind = config.kinds[int(n)]
         spelled = respelled({inner: tensor}, IN_LAYER[kind], back=True)
-        if kind == "linear" and config.linear == "gated_delta":
-            spelled = _apart(config, spelled)
+        if kind == "linear" and widths is not None:
+            spelled = _apart(spelled, widths)
         written |= {f"model.layers.{n}.{name}": tensor for name, tensor in spelled.items()}
     return written
 
@@ -125,7 +129,7 @@ def _read_olmo(fields: Fields, read: Mapping[str, Any]) -> dict[str, Any]:
             "eps": OLMO_EPS,
         },
         **_read_kinds(fields, read["layers"]),
-        "rope": _read_rope(fields),
+        "rope": read_rope(fields),  # a base of null, as Olmo-Hybrid's own, says that nothing is turned
     }
 
 
@@ -140,12 +144,6 @@ def _read_kinds(fields: Fields, layers: int) -> dict[str, Any]:
     ratio = chosen[0] if chosen else 0
     regular = ratio > 0 and chosen == tuple(range(ratio, layers, ratio + 1))
     return {"ratio": ratio} if regular else {"softmax_layers": chosen}
-
-
-def _read_rope(fields: Fields) -> dict[str, Any] | None:
-    """The rotary positions; none where the file says a base of null, as Olmo-Hybrid's own."""
-    rope = {**ROPE, **fields.part("rope_parameters").table}
-    return None if rope["rope_theta"] is None else rope
 
 
 def _write_olmo(config: HybridConfig) -> dict[str, Any]:
@@ -163,13 +161,13 @@ def _write_olmo(config: HybridConfig) -> dict[str, Any]:
         "linear_value_head_dim": settings.get("head_v_dim") or key_width,
         "linear_conv_kernel_dim": settings["conv_size"],
         "linear_allow_neg_eigval": settings["allow_neg_eigval"],
-        "rope_parameters": {**ROPE, "rope_theta": None} if config.rope is None else dict(config.rope),
+        "rope_parameters": {**DEFAULT, "rope_theta": None} if config.rope is None else write_rope(config.rope),
     }
 
 
 def _read_ours(fields: Fields) -> dict[str, Any]:
     """What only our own files say."""
-    options, rope = fields.table.get("linear_options"), fields.table.get("rope_parameters")
+    options = fields.table.get("linear_options")
     return {
         "linear": fields.text("linear"),
         "linear_heads": fields.integer("linear_heads", None),
@@ -177,7 +175,7 @@ def _read_ours(fields: Fields) -> dict[str, Any]:
         "ratio": fields.integer("ratio"),
         "softmax_layers": fields.integers("softmax_layers", None),
         "pattern": fields.text("pattern"),
-        "rope": None if rope is None else dict(fields.part("rope_parameters").table),
+        "rope": read_rope(fields, whole=False) if fields.has("rope_parameters") else None,
     }
 
 
@@ -191,22 +189,27 @@ def _write_ours(config: HybridConfig) -> dict[str, Any]:
         "ratio": config.ratio,
         "softmax_layers": None if config.softmax_layers is None else list(config.softmax_layers),
         "pattern": config.pattern,
-        "rope_parameters": None if config.rope is None else dict(config.rope),
+        "rope_parameters": None if config.rope is None else write_rope(config.rope),
     }
 
 
-def _apart(config: HybridConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a gated delta net, by Olmo-Hybrid's names; its convolution whole, as transformers has it in memory:
-    what transformers writes apart is cut in three equal parts, whatever the widths.
-    """
+def _widths(config: HybridConfig) -> tuple[int, ...]:
+    """How wide queries, keys and values of a gated delta net are together."""
     with torch.device("meta"):
         mixer = config.make_linear()
     assert isinstance(mixer, GatedDeltaNet)
+    return tuple(mixer.widths)
+
+
+def _apart(tensors: Mapping[str, Tensor], widths: tuple[int, ...]) -> dict[str, Tensor]:
+    """Tensors of a gated delta net, by Olmo-Hybrid's names; its convolution whole, as transformers has it in memory:
+    what transformers writes apart is cut in three equal parts, whatever the widths.
+    """
     written: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         inner = name.removeprefix(MIXER)
         if inner == "in_proj_qkv.weight":
-            parts = zip("qkv", tensor.split(mixer.widths), strict=True)
+            parts = zip("qkv", tensor.split(widths), strict=True)
             written |= {f"{MIXER}{letter}_proj.weight": part for letter, part in parts}
         else:
             written[name if inner == name else MIXER + PUBLISHED.get(inner, inner)] = tensor

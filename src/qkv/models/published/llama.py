@@ -1,4 +1,4 @@
-"""How Llama and its relatives stand in published files: the fields of config.json, names of tensors, and GGUF.
+"""How Llama and its relatives stand in published files: the fields of config.json, and names of tensors.
 
 transformers has a model of its own for each relative that differs by a bias or a window; a config is written as the
 first of them that computes the same. What none of them computes is written as `qkv_llama`, which transformers refuses.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from qkv.models.files.config_file import Fields
+from qkv.models.files.copies import UNTIE, without_copies
 from qkv.models.files.spelling import respelled
+from qkv.models.published.rope import read_rope, turns_a_part, write_rope
 from qkv.patterns.text import parse
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ CLASSES = {
 }
 CAUSAL = "causal()"
 WINDOW = re.compile(r"sliding_window\((\d+)\)")
-MISTRAL_WINDOW = 4096  # where its config.json is silent
+SILENT_WINDOW = 4096  # of Mistral and Qwen, where config.json is silent
 QWEN_WINDOW_LAYERS = 28  # likewise, how many layers come before those with a window
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -44,21 +45,6 @@ NAMES = (
     (".input_layernorm.", ".attention_norm."),
     (".post_attention_layernorm.", ".feedforward_norm."),
     ("lm_head.", "head."),
-)
-GGUF_NAMES = (
-    ("token_embd.", "embedding."),
-    ("output_norm.", "norm."),
-    ("blk.", "layers."),
-    (".attn_norm.", ".attention_norm."),
-    (".attn_q.", ".attention.q_proj."),
-    (".attn_k.", ".attention.k_proj."),
-    (".attn_v.", ".attention.v_proj."),
-    (".attn_output.", ".attention.o_proj."),
-    (".ffn_norm.", ".feedforward_norm."),
-    (".ffn_gate.", ".feedforward.gate_proj."),
-    (".ffn_up.", ".feedforward.up_proj."),
-    (".ffn_down.", ".feedforward.down_proj."),
-    ("output.", "head."),  # after .attn_output., which ends in it
 )
 
 
@@ -81,7 +67,7 @@ def read_fields(fields: Fields) -> dict[str, Any]:
         "width": width,
         "feedforward": fields.integer("intermediate_size"),
         "norm_epsilon": fields.number("rms_norm_eps", 1e-6),
-        "rope": _rope(fields),
+        "rope": _rope(fields, kind),
         "pattern": _patterns(fields, kind, layers),
         "sinks": kind == OWN and fields.flag("attention_sinks", False),
         "qk_norm": "head" if kind == "qwen3" else fields.one_of("qk_norm", "head", "model", default=None),
@@ -117,7 +103,7 @@ def write_fields(config: LlamaConfig) -> dict[str, Any]:
         "intermediate_size": config.feedforward,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_epsilon,
-        "rope_parameters": dict(config.rope),
+        "rope_parameters": write_rope(config.rope),
         "attention_bias": config.attention_bias,
         "mlp_bias": config.feedforward_bias,
         "tie_word_embeddings": config.tied,
@@ -143,12 +129,10 @@ def write_fields(config: LlamaConfig) -> dict[str, Any]:
 
 def own_names(config: LlamaConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our names for those of transformers; a copy of the embedding as a head, and old tables of angles, are left."""
-    kept = {
-        name.removeprefix("model."): tensor
-        for name, tensor in tensors.items()
-        if not (name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight"))
-    }
-    return respelled(kept, NAMES)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tied:
+        kept = without_copies(kept, "model.embed_tokens.weight", "lm_head.weight", remedy=UNTIE)
+    return respelled({name.removeprefix("model."): tensor for name, tensor in kept.items()}, NAMES)
 
 
 def file_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -157,57 +141,10 @@ def file_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in spelled.items()}
 
 
-def read_gguf_fields(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What LlamaConfig takes, from what a GGUF file says. Raises CheckpointError naming what does not fit."""
-    fields = Fields(Path("metadata of the GGUF file"), metadata)
-    fields.one_of("general.architecture", "llama")
-    fields.one_of("llama.rope.scaling.type", "none", default="none")
-    if "rope_freqs.weight" in shapes:
-        Fields(fields.path, {"rope_freqs.weight": shapes["rope_freqs.weight"]}).refuse(
-            "rope_freqs.weight", "absent: scaled angles are read from config.json alone", "use the safetensors files"
-        )
-    heads, width = fields.integer("llama.attention.head_count"), fields.integer("llama.embedding_length")
-    head_dim = fields.integer("llama.attention.key_length", width // max(heads, 1))
-    fields.one_of("llama.rope.dimension_count", head_dim, default=head_dim)
-    end, pad = (fields.integer(f"tokenizer.ggml.{kind}_token_id", None) for kind in ("eos", "padding"))
-    return {
-        "vocabulary": fields.integer("llama.vocab_size", shapes.get("token_embd.weight", (0,))[0]),
-        "positions": fields.integer("llama.context_length"),
-        "layers": fields.integer("llama.block_count"),
-        "heads": heads,
-        "kv_heads": fields.integer("llama.attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "width": width,
-        "feedforward": fields.integer("llama.feed_forward_length"),
-        "norm_epsilon": fields.number("llama.attention.layer_norm_rms_epsilon"),
-        "rope": {"rope_theta": fields.number("llama.rope.freq_base", 10000.0), "rope_type": "default"},
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
-        "output_bias": "blk.0.attn_output.bias" in shapes,
-        "tied": "output.weight" not in shapes,
-        "begin_id": fields.integer("tokenizer.ggml.bos_token_id", None),
-        "end_ids": () if end is None else (end,),
-        "pad_id": pad,
-    }
-
-
-def own_names_of_gguf(config: LlamaConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our names for those of GGUF, rows of queries and keys in the order of half-split angles."""
-    own = respelled(tensors, GGUF_NAMES)
-    for name, tensor in own.items():
-        if ".q_proj." in name or ".k_proj." in name:
-            own[name] = halves(tensor, config.heads if ".q_proj." in name else config.kv_heads)
-    return own
-
-
-def halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows (heads · D, ...) whose heads interleave the two halves of their channels, with one half after the other."""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
-
-
 def _kind(config: LlamaConfig, patterns: list[str], windows: set[int]) -> str:
     """The first model of transformers that computes the same."""
     only_windows = all(pattern == CAUSAL or WINDOW.fullmatch(pattern) for pattern in patterns)
-    if config.sinks or not only_windows or len(windows) > 1:
+    if config.sinks or not only_windows or len(windows) > 1 or turns_a_part(config.rope):
         return OWN
     alike = config.attention_bias == config.output_bias
     everywhere = bool(windows) and CAUSAL not in patterns
@@ -229,28 +166,27 @@ def _patterns(fields: Fields, kind: str, layers: int) -> str | tuple[str, ...]:
         return found[0] if len(set(found)) == 1 and len(found) == layers else found
     if kind == "llama":
         return CAUSAL
+    window = fields.integer("sliding_window", None if "sliding_window" in fields.table else SILENT_WINDOW)
     if kind == "mistral":
-        window = fields.integer("sliding_window", None) if "sliding_window" in fields.table else MISTRAL_WINDOW
         return CAUSAL if window is None else f"sliding_window({window})"
-    if not fields.flag("use_sliding_window", False) or not fields.has("sliding_window"):
-        return CAUSAL
-    window = fields.integer("sliding_window")
-    first = fields.integer("max_window_layers", QWEN_WINDOW_LAYERS)
+    window = window if fields.flag("use_sliding_window", False) else None
+    first = layers if window is None else fields.integer("max_window_layers", QWEN_WINDOW_LAYERS)
     types = fields.texts("layer_types", tuple(SLIDING if n >= first else FULL for n in range(layers)))
     if len(types) != layers or {*types} - {FULL, SLIDING}:
         fields.refuse("layer_types", f"a list of {layers} words, {FULL} or {SLIDING}", "choose another checkpoint")
+    if window is None and SLIDING in types:
+        remedy = "say use_sliding_window true and how many tokens sliding_window is"
+        fields.refuse("layer_types", f"{FULL} where there is no window", remedy)
     texts = tuple(CAUSAL if one == FULL else f"sliding_window({window})" for one in types)
     return texts[0] if len(set(texts)) == 1 else texts
 
 
-def _rope(fields: Fields) -> dict[str, Any]:
-    """The base and scaling of the angles; files of before transformers 5 have them apart."""
-    if fields.has("rope_parameters"):
-        return dict(fields.part("rope_parameters").table)
-    scaling = fields.part("rope_scaling").table
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    rest = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
-    return {"rope_theta": fields.number("rope_theta", 10000.0), "rope_type": kind, **rest}
+def _rope(fields: Fields, kind: str) -> dict[str, Any]:
+    """The base and scaling of the angles."""
+    rope = read_rope(fields, whole=kind != OWN)
+    if rope is None:
+        Fields(fields.path, {"rope_theta": None}, "rope_parameters.").refuse("rope_theta", "a number")
+    return rope
 
 
 def _needed(fields: Fields) -> int:

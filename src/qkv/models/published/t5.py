@@ -14,6 +14,7 @@ from torch import Tensor
 from qkv.models.files.config_file import Fields
 from qkv.models.files.copies import without_copies
 from qkv.models.files.spelling import respelled
+from qkv.models.published.aliases import read_size
 from qkv.nn.feed_forward import GATED
 from qkv.patterns import full
 from qkv.patterns.text import parse
@@ -23,16 +24,19 @@ if TYPE_CHECKING:
 
 T5_, OWN = "t5", "qkv_t5"
 CLASSES = {T5_: "T5ForConditionalGeneration", OWN: "T5"}
-ACTIVATIONS = {  # by the file's names; of those that mean the same the first is written
-    "relu": "relu",
-    "gated-gelu": "geglu_tanh",  # T5 1.1; the tanh form whatever it is called
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "silu": "silu",
-    "gated-silu": "swiglu",
-    "gated-relu": "reglu",
-    "gated-gelu_new": "geglu_tanh",
+ACTIVATIONS = {  # by the file's dense_act_fn and is_gated_act
+    ("relu", False): "relu",
+    ("relu", True): "reglu",
+    ("gelu", False): "gelu",
+    ("gelu", True): "geglu",
+    ("gelu_new", False): "gelu_tanh",
+    ("gelu_new", True): "geglu_tanh",
+    ("silu", False): "silu",
+    ("silu", True): "swiglu",
 }
+CURVES = tuple(dict.fromkeys(curve for curve, _ in ACTIVATIONS))
+GATE = "gated-"
+OF_1_1 = "gated-gelu"  # T5 1.1; the tanh form, whatever it is called
 DROPOUTS = ("embedding_dropout", "attention_dropout", "feedforward_dropout", "residual_dropout")
 SIZES = {
     "vocabulary": "vocab_size",
@@ -41,6 +45,12 @@ SIZES = {
     "head_dim": "d_kv",
     "width": "d_model",
     "feedforward": "d_ff",
+}
+ALIASES = {
+    "d_model": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "d_kv": "head_dim",
 }
 
 HEAD, SHARED = "lm_head.weight", "shared.weight"
@@ -72,9 +82,9 @@ def read_fields(fields: Fields) -> dict[str, Any]:
     rate = fields.number("dropout_rate", 0.1)
     pad = fields.integer("pad_token_id", 0)
     return {
-        **{name: fields.integer(stored) for name, stored in SIZES.items()},
+        **{name: read_size(fields, stored, ALIASES) for name, stored in SIZES.items()},
         "decoder_layers": fields.integer("num_decoder_layers", None),
-        "activation": ACTIVATIONS[fields.one_of("feed_forward_proj", *ACTIVATIONS, default="relu")],
+        "activation": _activation(fields),
         "buckets": fields.integer("relative_attention_num_buckets", 32),
         "max_distance": fields.integer("relative_attention_max_distance", 128),
         "norm_epsilon": fields.number("layer_norm_epsilon", 1e-6),
@@ -94,13 +104,16 @@ def write_fields(config: T5Config) -> dict[str, Any]:
     kind = T5_ if parse(config.pattern) == full() else OWN
     ends = list(config.end_ids)
     rate = config.residual_dropout
+    curve, gated = next(stored for stored, name in ACTIVATIONS.items() if name == config.activation)
     made = {
         "model_type": kind,
         "architectures": [CLASSES[kind]],
         "is_encoder_decoder": True,
         **{stored: getattr(config, name) for name, stored in SIZES.items()},
         "num_decoder_layers": config.of_decoder,
-        "feed_forward_proj": next(stored for stored, name in ACTIVATIONS.items() if name == config.activation),
+        "feed_forward_proj": OF_1_1 if (curve, gated) == ("gelu_new", True) else GATE * gated + curve,
+        "dense_act_fn": curve,
+        "is_gated_act": gated,
         "relative_attention_num_buckets": config.buckets,
         "relative_attention_max_distance": config.max_distance,
         "layer_norm_epsilon": config.norm_epsilon,
@@ -128,6 +141,14 @@ def own_names(config: T5Config, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 def file_names(config: T5Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The names that transformers knows."""
     return _by_stack(config, tensors, back=True)
+
+
+def _activation(fields: Fields) -> str:
+    """What feed_forward_proj means, in whose parts dense_act_fn and is_gated_act have the last word."""
+    said = fields.one_of("feed_forward_proj", *(GATE * gated + curve for curve, gated in ACTIVATIONS), default="relu")
+    curve = "gelu_new" if said == OF_1_1 else said.removeprefix(GATE)
+    curve = fields.one_of("dense_act_fn", *CURVES, default=curve)
+    return ACTIVATIONS[curve, fields.flag("is_gated_act", said.startswith(GATE))]
 
 
 def _by_stack(config: T5Config, tensors: Mapping[str, Tensor], *, back: bool) -> dict[str, Tensor]:

@@ -43,6 +43,7 @@ def read_fields(fields: Fields) -> dict[str, Any]:
     kind = fields.one_of("model_type", THEIRS, OURS)
     fields.one_of("hidden_act", "gelu", default="gelu")
     fields.one_of("pooler_act", "tanh", default="tanh")
+    fields.one_of("problem_type", "single_label_classification", default=None)
     width = fields.integer("hidden_size")
     fields.one_of("pooler_output_size", width, default=width)
     hidden_dropout = fields.number("hidden_dropout_prob", 0.0)
