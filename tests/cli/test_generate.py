@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
 import re
@@ -148,7 +149,7 @@ def test_ctrl_c_leaves_what_was_written(scribe, capsys):
         (("folder", "p", "--temperature", -1), "`temperature` must be 0 or at least 1e-06; got -1.0"),
         (("folder", "p", "--top-k", 5), "`top_k` needs a temperature above 0"),
         (("folder", "p", "--temperature", 1, "--top-p", 2), "`top_p` must lie in (0, 1]; got 2.0"),
-        (("folder", "p", "--repetition-penalty", 0), "`repetition_penalty` must be above 0"),
+        (("folder", "p", "--repetition-penalty", 0), "`repetition_penalty` must lie in 1e-06 .. 1e+06; got 0.0"),
         (("folder", "p", "--seed", -1), "`--seed` must lie in 0 .. 2^63 - 1; got -1"),
         (("folder", "p", "--threads", 0), "`--threads` must lie in 1 .. 1024; got 0"),
         (("folder", "a\udcff"), "the text must be UTF-8; byte 1 is 0xff"),
@@ -171,6 +172,25 @@ def test_wrong_options_are_refused_before_a_model_is_read(words, text, capsys, m
 def test_wrong_texts_are_refused(words, text, scribe, capsys):
     scribe("abc")
     assert text in refused(capsys, *words)
+
+
+def test_an_empty_name_is_not_the_current_folder(capsys, monkeypatch):
+    monkeypatch.setattr(generate, "from_pretrained", lambda path: pytest.fail(f"read {path}"))
+    assert "the model must be named; got an empty name; write ." in refused(capsys, "", "p")
+
+
+def test_a_summary_that_cannot_be_written_takes_nothing_away(scribe, capsys, monkeypatch):
+    class Full:
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def flush(self):
+            pass
+
+    scribe("abc")
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert main(["generate", "folder", "p", "--max-new-tokens", "2"]) == 0
+    assert capsys.readouterr().out == "ab\n"
 
 
 def test_a_path_without_a_model_is_one_line(capsys, tmp_path):

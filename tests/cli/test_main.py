@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +120,39 @@ def test_a_reader_that_leaves_is_no_error():
         process.stdout.close()
         errors = process.stderr.read()
     assert (process.returncode, errors) == (0, b"")
+
+
+SHELL = "import sys; from qkv.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", [["show", "causal()"], ["--version"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line(words, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-c", SHELL, *words], stdout=full, stderr=-1, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("qkv: error: the output must be written; got: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes streams as a POSIX shell does")
+@pytest.mark.parametrize("closed, words, code", [(1, "show causal()", 0), (2, "show causal()", 0), (2, "nope", 2)])
+def test_streams_that_the_shell_closed_lead_nowhere(closed, words, code):
+    program = (
+        f"import os; os.close({closed}); os.execv({sys.executable!r}, {[sys.executable, '-c', SHELL, *words.split()]})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert bool(done.stdout) == (closed == 2 and code == 0)
+
+
+def test_an_error_of_the_system_that_is_none_of_writing_keeps_its_traceback(command):
+    def run(args: argparse.Namespace) -> int:
+        raise FileNotFoundError(2, "no such file", str(args))
+
+    command(run)
+    with pytest.raises(FileNotFoundError):
+        main(["show"])
 
 
 def test_python_m_qkv_is_the_command():

@@ -292,7 +292,7 @@ NO_FIELDS = {
     "a text for a number": (lambda f: f.integer("name"), "`name` in 'config.json' must be an integer; got 'a'"),
     "a half": (lambda f: f.integer("x"), "`x` in 'config.json' must be an integer; got 1.5"),
     "a truth for a number": (lambda f: f.integer("yes"), "must be an integer; got True"),
-    "a count beyond 63 bits": (lambda f: f.integer("huge"), "must be an integer; got 1000000"),
+    "a count beyond 63 bits": (lambda f: f.integer("huge"), "must be at most 16,777,216; got 1000000"),
     "infinite": (lambda f: f.number("inf"), "must be a finite number; got inf"),
     "a truth for a float": (lambda f: f.number("yes"), "must be a finite number; got True"),
     "a number for a truth": (lambda f: f.flag("n", None), "`n` in 'config.json' must be true or false; got 1"),

@@ -388,11 +388,18 @@ CONFIGS = {
     "a field left out": ({"hidden_size": None}, "`hidden_size` in 'config.json' must be given; got None"),
     "no width": ({"hidden_size": 0}, "'config.json' must describe a model; got: `width` must be at least 1"),
     "another width": ({"hidden_size": 8}, "'model.safetensors' must hold 'embedding.weight' as (10, 8), by the config"),
-    "a width that overflows": ({"hidden_size": 2**62}, "'config.json' must describe a model"),
-    "a width beyond memory": ({"hidden_size": 10**9}, "as (10, 1000000000), by the config; got (10, 4)"),
+    "a width that overflows": ({"hidden_size": 2**62}, "`hidden_size` in 'config.json' must be at most 1,048,576; got"),
+    "a width beyond memory": (
+        {"vocab_size": 2**24, "hidden_size": 2**20},
+        "as (16777216, 1048576), by the config; got (10, 4)",
+    ),
     "layers beyond memory": (
-        {"num_hidden_layers": 10**9},
-        "'config.json' must describe at most one layer for each of its 6 tensors; got layers 1,000,000,000",
+        {"num_hidden_layers": 10**4},
+        "'config.json' must describe at most one layer for each of its 6 tensors; got layers 10,000",
+    ),
+    "layers beyond reason": (
+        {"num_hidden_layers": 10**8},
+        "`num_hidden_layers` in 'config.json' must be at most 10,000",
     ),
     "layers too few": ({"num_hidden_layers": 1}, "unknown: 'model.h.1.bias', 'model.h.1.weight'"),
     "layers below none": ({"num_hidden_layers": -1}, "unknown: 'model.h.0.bias', 'model.h.0.weight'"),

@@ -204,9 +204,10 @@ def test_stop_replaces_the_ends_of_the_config(stop):
     check_rows(found, ids.shape[1], [plain(prompt, 20, stop=stops)[len(prompt) :] for prompt in PROMPTS])
 
 
-def test_without_a_padding_token_rows_are_filled_with_their_end():
+@pytest.mark.parametrize("pad", [None, -1, VOCABULARY])
+def test_without_a_padding_token_rows_are_filled_with_their_end(pad):
     ids, mask = padded(PROMPTS)
-    found = Recalling(pad_id=None).generate(ids, 20, attention_mask=mask)
+    found = Recalling(pad_id=pad).generate(ids, 20, attention_mask=mask)
     usual = Recalling().generate(ids, 20, attention_mask=mask)
     ended = (usual == END).cumsum(1) - (usual == END).long() > 0
     assert torch.equal(found, torch.where(ended, END, usual))

@@ -56,8 +56,11 @@ def test_an_unknown_kind_is_told_those_that_are_known(tmp_path):
 
 
 def test_a_gguf_file_is_a_llama(tmp_path, monkeypatch):
-    monkeypatch.setattr(models.Llama, "from_gguf", classmethod(lambda cls, path, dtype: (cls, path, dtype)))
+    monkeypatch.setattr(
+        models.Llama, "from_gguf", classmethod(lambda cls, path, dtype, tokenizer: (cls, path, dtype, tokenizer))
+    )
     file = tmp_path / "some.gguf"
     file.write_bytes(b"")
     for path in (file, tmp_path):
-        assert models.from_pretrained(path, dtype=torch.float16) == (models.Llama, file, torch.float16)
+        assert models.from_pretrained(path, dtype=torch.float16) == (models.Llama, file, torch.float16, True)
+        assert models.from_pretrained(path, tokenizer=False) == (models.Llama, file, None, False)

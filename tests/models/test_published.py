@@ -267,6 +267,12 @@ def test_a_base_of_null_is_never_written():
         assert written == {"rope_type": "default", "rope_theta": said.get("rope_theta") or 10000.0}
 
 
+def test_yarn_without_a_factor_says_so():
+    """transformers reads a factor of null as the longest row by the trained one, and fails where there is none."""
+    written = LlamaConfig(rope={"rope_type": "yarn", "rope_theta": 100.0, LENGTH: 16}).to_fields()["rope_parameters"]
+    assert written == {"rope_type": "yarn", "rope_theta": 100.0, LENGTH: 16, "factor": None}
+
+
 def test_labels_choose_from_two_classes_at_least(tmp_path):
     saved("vit", tmp_path, num_labels=1)
     check_alike("vit", tmp_path)

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in CANNOT_WRITE:
             raise
         _drop_output()
-        _tell(f"qkv: error: what was asked for must be written; got: {error.strerror}; make room, or write elsewhere\n")
+        _tell(f"qkv: error: the output must be written; got: {error.strerror}; make room, or write elsewhere\n")
         return 2
     except KeyboardInterrupt:
         return 130
