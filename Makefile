@@ -44,6 +44,7 @@ bench: .venv/package.stamp
 	$(BIN)/python benchmarks/run.py --suite cpu
 	$(BIN)/python benchmarks/run.py --suite production
 	$(BIN)/python benchmarks/run.py --suite linear
+	$(BIN)/python benchmarks/run.py --suite models
 
 # Write requirements.lock anew from pyproject.toml and requirements.in. Needs uv (pip install uv). The extra `dev`
 # holds what the tests and the demo need; the peers of the extra `bench` are installed by hand.

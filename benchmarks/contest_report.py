@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ EXPLAINED = {  # by what the names of figures hold
 UNITS = {"ms": 1e3, "MB": 1e-6}  # of a second, of a byte
 CLOCKS: dict[Clock, str] = {"cpu": "CPU time of the thread", "wall": "the clock on the wall"}
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+NARROW = 3  # times the least ratio: up to there tenths are marked
 COLOURS = {"aim": "C2", "met": "C0", "SHORT": "C3", "": "0.5"}
 
 
@@ -158,7 +160,9 @@ def _ratios(axis: Any, races: Sequence[Outcome]) -> None:
     axis.axvline(1, color="0.8", zorder=0)
     axis.set_xscale("log")
     low, high = axis.get_xlim()
-    axis.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    tenths = [tenth / 10 for tenth in range(math.ceil(10 * low), math.floor(10 * high) + 1)]
+    ticks = TICKS if high > NARROW * low else tenths
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
     axis.set_xlim(low, high)
     axis.set_yticks(range(len(races)), [row.name for row in races], fontsize=7)

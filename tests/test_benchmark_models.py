@@ -27,7 +27,7 @@ def small():
     model = Llama(SMALL).eval()
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.5)
-    return model.lay_out()
+    return model
 
 
 @pytest.fixture
