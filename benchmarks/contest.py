@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -69,10 +69,9 @@ class Setting(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contest:
+class Races:
     """What is measured, and how long the repetitions of one figure may take."""
 
-    name: Suite
     figures: tuple[Figure, ...]
     backend: str
     threads: int
@@ -84,42 +83,61 @@ class Contest:
     def clock(self) -> Clock:
         return "cpu" if self.threads == 1 else "wall"
 
+    def head(self) -> str:
+        return tables.head()
+
+    def outcomes(self, one: Callable[[Any], Outcome]) -> Iterator[Outcome]:
+        """What `one` makes of each figure, or why it could not."""
+        for figure in self.figures:
+            try:
+                outcome = one(figure)
+            except NotMeasured as reason:
+                outcome = Outcome(name=figure.name, goal=figure.goal, note=str(reason))
+            yield outcome
+
+    def line(self, row: Outcome) -> str:
+        return tables.line(row)
+
+    def record(self, rows: Sequence[Outcome]) -> dict[str, Any]:
+        return {"clock": self.clock, "figures": [{**asdict(row), "verdict": row.verdict} for row in rows]}
+
+    def drawn(self, rows: Sequence[Outcome], path: Path, title: str) -> bool:
+        """Whether there was something to plot."""
+        return tables.plot(rows, path, f"{title}, backend {self.backend}, threads: {self.threads}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contest(Races):
+    """Suites `cpu` and `production`."""
+
+    name: Suite
+
     @property
     def sizes(self) -> dict[str, str | int]:
         return SIZES[self.name]
 
-    def head(self) -> str:
-        return tables.head()
-
     def measure(self, ask: Ask) -> Iterator[Outcome]:
         for case in dict.fromkeys(BY_NAME[figure.case] for figure in self.figures):
             answering(self.backend, case, make_data(64, case)).run("forward+backward")  # sets up what is set up once
-        for figure in self.figures:
-            try:
-                with recording(figure.direction):
-                    outcome = self.one(figure, ask)
-            except NotMeasured as reason:
-                outcome = Outcome(name=figure.name, goal=figure.goal, note=str(reason))
-            yield outcome
+
+        def one(figure: Figure) -> Outcome:
+            with recording(figure.direction):
+                return self.one(figure, ask)
+
+        yield from self.outcomes(one)
 
     def one(self, figure: Figure, ask: Ask) -> Outcome:
         if isinstance(figure, Race):
             return race(figure, self)
         return grow(figure, self) if isinstance(figure, Growth) else weigh(figure, self, ask)
 
-    def line(self, row: Outcome) -> str:
-        return tables.line(row)
-
     def summary(self, rows: Sequence[Outcome]) -> str:
         units: tuple[peak.Unit, ...] = ("fma", "dot", "tile") if self.name == "production" else ("fma",)
         rates = {peak.NAMES[unit]: peak.products(unit, self.threads) for unit in units}
         return tables.summary(rows, self.clock, rates, peak.sgemm(self.threads))
 
-    def record(self, rows: Sequence[Outcome]) -> dict[str, Any]:
-        return {"clock": self.clock, "figures": [{**asdict(row), "verdict": row.verdict} for row in rows]}
-
     def plot(self, rows: Sequence[Outcome], path: Path) -> bool:
-        return tables.plot(rows, path, f"qkv, backend {self.backend}, threads: {self.threads}")
+        return self.drawn(rows, path, "qkv")
 
 
 def race(figure: Race, contest: Contest) -> Outcome:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import contest_report as tables
 import peak
 import torch
-from contest import LEAST_RUNS, TYPES, NotMeasured
+from contest import LEAST_RUNS, TYPES, NotMeasured, Races
 from contest_report import Outcome
 from gate import Claim, Ready, gated
 from goals import LINEAR_LENGTHS, Figure, Growth, Held, Race
@@ -21,7 +20,7 @@ from linear_peers import CONTENDERS, TORCH
 from linear_truth import claims, first_rows, prefix_claims
 from memory import Ask, Question
 from registry import Contender, Direction, recording
-from timing import Clock, Pair, exponent, interleave, median, ratio, ratios, repeat, timed
+from timing import Pair, exponent, interleave, median, ratio, ratios, repeat, timed
 
 CHECKPOINT = 64  # tokens from one kept state to the next, in what a backward pass may hold
 # Operations of a call in those of a forward one: the way back computes the states again, and twice as much with them.
@@ -29,37 +28,22 @@ TIMES: dict[Direction, int] = {"forward": 1, "forward+backward": 3}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Linear:
-    """What is measured, and how long the repetitions of one figure may take."""
-
-    figures: tuple[Figure, ...]
-    backend: str
-    threads: int
-    budget: float  # seconds
-    least: int  # pairs
-    most: int
-
-    @property
-    def clock(self) -> Clock:
-        return "cpu" if self.threads == 1 else "wall"
+class Linear(Races):
+    """Suite `linear`."""
 
     @property
     def sizes(self) -> dict[str, str | int]:
         return {"B": 1, "H": HEADS, "dtype": "float32, bfloat16 (bf16)", "step": f"{STEP_HEADS} heads, one token"}
 
-    def head(self) -> str:
-        return tables.head()
-
     def measure(self, ask: Ask) -> Iterator[Outcome]:
         for case in dict.fromkeys(BY_NAME[figure.case] for figure in self.figures):
             answering(self.backend, case, _data(case, 64, 64)).run("forward")  # sets up what is set up once
-        for figure in self.figures:
-            try:
-                with recording(figure.direction):
-                    outcome = self.one(figure, ask)
-            except NotMeasured as reason:
-                outcome = Outcome(name=figure.name, goal=figure.goal, note=str(reason))
-            yield outcome
+
+        def one(figure: Figure) -> Outcome:
+            with recording(figure.direction):
+                return self.one(figure, ask)
+
+        yield from self.outcomes(one)
 
     def one(self, figure: Figure, ask: Ask) -> Outcome:
         if isinstance(figure, Race):
@@ -69,18 +53,12 @@ class Linear:
         assert isinstance(figure, Held)
         return hold(figure, self, ask)
 
-    def line(self, row: Outcome) -> str:
-        return tables.line(row)
-
     def summary(self, rows: Sequence[Outcome]) -> str:
         rates = {peak.NAMES[unit]: peak.products(unit, self.threads) for unit in ("fma", "tile")}
         return tables.summary(rows, self.clock, rates, peak.sgemm(self.threads))
 
-    def record(self, rows: Sequence[Outcome]) -> dict[str, Any]:
-        return {"clock": self.clock, "figures": [{**asdict(row), "verdict": row.verdict} for row in rows]}
-
     def plot(self, rows: Sequence[Outcome], path: Path) -> bool:
-        return tables.plot(rows, path, f"qkv, the linear family, backend {self.backend}, threads: {self.threads}")
+        return self.drawn(rows, path, "qkv, the linear family")
 
 
 def race(figure: Race, suite: Linear) -> Outcome:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import contest_report as tables
 import peak
 import torch
-from contest import NotMeasured
+from contest import NotMeasured, Races
 from contest_report import Outcome
 from gate import Refused
-from goals import Figure, Writing
+from goals import Writing
 from limits import Share, of_products
 from memory import Ask
-from timing import Clock, Pair, interleave, median, ratio, ratios, timed
+from timing import Pair, interleave, median, ratio, ratios, timed
 from torch import Tensor
 
 from qkv.models.llama import Llama
@@ -104,51 +104,27 @@ class Both(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Models:
-    """What is measured, and how long the repetitions of one figure may take."""
-
-    figures: tuple[Figure, ...]
-    backend: str
-    threads: int
-    budget: float  # seconds
-    least: int  # pairs
-    most: int
-
-    @property
-    def clock(self) -> Clock:
-        return "cpu" if self.threads == 1 else "wall"
+class Models(Races):
+    """Suite `models`."""
 
     @property
     def sizes(self) -> dict[str, str | int]:
         return {"B": 1, "model": "SmolLM2-135M, float32, 30 layers, 9 heads on 3", "tokens a sample of decode": STEPS}
 
-    def head(self) -> str:
-        return tables.head()
-
-    @torch.no_grad()
     def measure(self, ask: Ask) -> Iterator[Outcome]:
-        for figure in self.figures:
-            assert isinstance(figure, Writing)
-            try:
-                with torch.no_grad():
-                    outcome = race(figure, self, contenders(self.backend))
-            except NotMeasured as reason:
-                outcome = Outcome(name=figure.name, goal=figure.goal, note=str(reason))
-            yield outcome
+        @torch.no_grad()
+        def one(figure: Writing) -> Outcome:
+            return race(figure, self, contenders(self.backend))
 
-    def line(self, row: Outcome) -> str:
-        return tables.line(row)
+        yield from self.outcomes(one)
 
     def summary(self, rows: Sequence[Outcome]) -> str:
         rates = {peak.NAMES["fma"]: peak.products("fma", self.threads)}
         told = [text for front, text in EXPLAINED.items() if any(row.name.startswith(front) for row in rows)]
         return "\n".join([tables.summary(rows, self.clock, rates, peak.sgemm(self.threads)), *told, *map(_rate, rows)])
 
-    def record(self, rows: Sequence[Outcome]) -> dict[str, Any]:
-        return {"clock": self.clock, "figures": [{**asdict(row), "verdict": row.verdict} for row in rows]}
-
     def plot(self, rows: Sequence[Outcome], path: Path) -> bool:
-        return tables.plot(rows, path, f"qkv, whole models, backend {self.backend}, threads: {self.threads}")
+        return self.drawn(rows, path, "qkv, whole models")
 
 
 def race(figure: Writing, suite: Models, both: Both) -> Outcome:
